@@ -1,4 +1,4 @@
-"""The rank's side: an iterator over its steps, with their tensors on the device. ``for`` or ``async for``.
+"""The rank's side: an iterator over its steps, with tensors on the device. ``for`` or ``async for``.
 
 ::
 
@@ -7,15 +7,15 @@
         end = step.finish()                 # see client/step
         ...
 
-A plain loop leaves ``finish()`` out. Asking for the next step says that the last one is in the weights, and
-acknowledges it; leaving the loop early does not. A trainer that commits less often says so itself::
+A plain loop leaves ``finish()`` out. The request for the next step says that the last step is in the weights, and
+acknowledges it; an early exit from the loop does not. A trainer that saves less often acknowledges at the save::
 
     for step in sb.RankFeed(..., auto_ack=False):
         train(step)
         if time_to_save(step):
             save(feed.state_dict())
             sb.barrier()
-            step.ack()                      # this one and every one before it
+            step.ack()                      # this step and every earlier step
 
 After a restart the feed gives the steps that the weights lack (``next_step=``).
 """
@@ -51,23 +51,24 @@ from stream_balancer.steps.state import Weights
 from stream_balancer.wire.payload import Pool
 from stream_balancer.wire.statistics import decode_statistics
 
-# of one message; far above text, below what would take a trainer's host memory
+# of one message; far above text, far below a trainer's host memory
 _DEFAULT_MAX_BATCH_BYTES = 4 * 2**30
 
 
 class RankFeed(OfOneProcess):
     """Iterates over one rank's steps, in order, each exactly once. ``for`` and ``async for`` (asyncio, trio).
 
-    Tensors of a step stay valid for as long as you hold them: their memory is reused only when the last of them is
-    gone. Keep none beyond the step if you want the feed to stay within ``depth + 1`` steps of memory.
+    Tensors of a step stay valid while you hold them: the feed reuses their memory after the last of its tensors is
+    freed. Drop them with the step, so that the feed stays within ``depth + 1`` steps of memory. Example:
+    ``RankFeed("tcp://10.0.0.1:29400", rank=3, dp_size=8, depth=2)`` holds 3 steps: one in use, two ready.
 
-    When the last step is acknowledged the iteration ends; with ``auto_ack=False`` it ends when the last step was given,
-    and the feed takes its leave with the last ``step.ack()``.
+    The iteration ends when the last step is acknowledged; with ``auto_ack=False`` it ends when the last step was given,
+    and the feed leaves with the last ``step.ack()``.
 
-    Raises, from the iteration: RankLostError if the controller went away, or others have a step in their weights that
-    these lack; RefusedError if the controller does not let this rank in or refuses what it has sent, AlreadyInUseError
-    if two threads iterate one feed, ConfigError if there is no such host, or if the steps may change and the loop does
-    not end them with ``finish()``, WireError if something else listens there, ClosedResourceError after :meth:`close`.
+    The iteration raises RankLostError if the controller is lost, or other ranks have a step in their weights that this
+    rank lacks; RefusedError if the controller refuses this rank or its reports; AlreadyInUseError if two threads
+    iterate one feed; ConfigError for an unknown host, and for a loop without ``finish()`` where steps may change;
+    WireError if another program listens at the address; ClosedResourceError after :meth:`close`.
     """
 
     _in_another_process = "make it where the rank trains: RankFeed(address, rank=..., dp_size=...)"
@@ -94,33 +95,32 @@ class RankFeed(OfOneProcess):
         connect_timeout_s: float | None = None,
         linger_s: float = 5.0,
     ) -> None:
-        """Connect in the background; returns at once.
+        """Connect in the background, without a wait.
 
         ``source``: ``"tcp://host:port"`` of a controller, a c10d Store, None for the store, rank and world size of the
-        initialised torch.distributed world, or what ``sb.testing.MemoryNetwork.connect`` returns. ``depth``: steps
-        that may lie ready besides the step in use: a rank holds ``depth + 1`` at most. ``auto_ack``: asking for the
-        next step acknowledges the last one; otherwise :meth:`Step.ack` does, and steps without it hold up no other.
-        ``next_step``: content of the weights, as :meth:`state_dict` said when they were saved, or only the number of
-        the first step that they lack; 0 for new weights. Asking for the first step acknowledges the steps before: call
-        :meth:`set_version` before that.
-        ``mesh``: a DeviceMesh in place of ``rank`` and ``dp_size``; processes that differ only along dimensions other
-        than ``dp_dim`` (tensor, context, pipeline parallel) get the same steps, and all of them iterate. ``dp_dim``
-        may name several dimensions (HSDP). ``device``: where tensors are wanted; copies run beside the step before.
-        ``incarnation``: how often this rank was started before (default: TORCHELASTIC_RESTART_COUNT, else 0).
+        initialised torch.distributed world, or the result of ``sb.testing.MemoryNetwork.connect``. ``depth``: steps
+        ready besides the step in use: a rank holds ``depth + 1`` at most. ``auto_ack``: the request for the next step
+        acknowledges the last one; otherwise :meth:`Step.ack` does, and unacknowledged steps hold up no later step.
+        ``next_step``: content of the weights, as :meth:`state_dict` returned it at the save, or the number of the first
+        step that they lack; 0 for new weights. The request for the first step acknowledges the steps before: call
+        :meth:`set_version` earlier. ``mesh``: a DeviceMesh in place of ``rank`` and ``dp_size``; processes that differ
+        only along dimensions other than ``dp_dim`` (tensor, context, pipeline parallel) get the same steps, and all of
+        them iterate. ``dp_dim`` may name several dimensions (HSDP). ``device``: destination of tensors; copies overlap
+        with the step before. ``incarnation``: number of earlier starts of this rank (default:
+        TORCHELASTIC_RESTART_COUNT, or 0).
 
         ``token``, ``name``: the transport's (default: the environment's ``STREAM_BALANCER_TOKEN``). ``tls``: encrypts
-        the connection. ``movers``: how bytes come, of ``"shared_memory"`` and ``"torch_dist"``; the socket if none of
-        them can be had. ``rejoin``: a controller that is lost is started again, under the same address or in the same
-        store. Then its loss raises nothing: the feed waits for the next one, with a warning, and goes on where it was.
-        ``connect_timeout_s``: for the first connection; by default it is tried for ever, with a warning now and then.
-        ``linger_s``: how long :meth:`close` waits for the controller's answer.
+        the connection. ``movers``: ways for bytes, from ``"shared_memory"`` and ``"torch_dist"``; the socket if no
+        mover is available. ``rejoin``: a lost controller is started again, under the same address or in the same store.
+        Then its loss raises no error: the feed warns, waits for the next controller, and goes on.
+        ``connect_timeout_s``: seconds for the first connection (default: no limit, with repeated warnings).
+        ``linger_s``: most seconds that :meth:`close` waits for the controller's answer.
         """
         if depth < 1:
             raise ValueError(f"depth must be >= 1, not {depth}: with no room for a step none could ever be sent")
         weights = _weights(next_step)
         if incarnation is None:
-            # torchelastic counts how often it has started the workers; by it the controller knows a new process from a
-            # late one
+            # torchelastic counts the starts of workers: a new process has a higher number than a late old one
             incarnation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self._device = torch.device(device)
         uploader = None if self._device.type == "cpu" else Uploader(self._device)
@@ -137,7 +137,7 @@ class RankFeed(OfOneProcess):
             fetcher = Fetcher(lambda owner: TcpDialer(owner.address, token=owner.token.decode()))
             if movers is None:
                 movers = () if tls is not None else ("shared_memory",) if isinstance(source, str) else ("torch_dist",)
-            # an accelerator reads pinned memory by itself, and no other process's
+            # an accelerator reads only memory that this process pinned
             if uploader is not None:
                 movers = [one for one in movers if one != "shared_memory"]
             who = About(
@@ -158,7 +158,7 @@ class RankFeed(OfOneProcess):
         self._hand: Step | None = None
         self._ended = False
         self._version: int | None = None
-        # a feed that nobody holds any more has left, and its controller hears so; a process that ends is heard anyway
+        # a dropped feed leaves, and tells the controller; the end of a process is heard without this
         weakref.finalize(self, self._port.close).atexit = False
 
     @property
@@ -168,12 +168,12 @@ class RankFeed(OfOneProcess):
 
     @property
     def auto_ack(self) -> bool:
-        """Asking for the next step acknowledges the last one."""
+        """The request for the next step acknowledges the last one."""
         return self._auto_ack
 
     @property
     def waiting_s(self) -> float:
-        """Seconds the trainer has now waited for something to do; 0.0 while it has."""
+        """Seconds that the trainer has waited until now; 0.0 while it works."""
         since = self._port.waiting_since
         return 0.0 if since is None else time.monotonic() - since
 
@@ -197,7 +197,7 @@ class RankFeed(OfOneProcess):
         return self
 
     async def __anext__(self) -> Step:
-        """As ``next()``, without blocking the event loop. If cancelled, no step was taken."""
+        """As ``next()``, without blocking the event loop. A cancelled call takes no step."""
         await anyio.lowlevel.checkpoint()
         step = await self._take_next()
         if step is None:
@@ -208,21 +208,21 @@ class RankFeed(OfOneProcess):
         return step
 
     async def _take_next(self) -> Step | None:
-        """None at the end."""
+        """The next step, or None at the end."""
         if self._ended:
             return None
         if self._hand is not None and self._hand.given:
-            # outside the lock: it waits for the device
+            # outside the lock, since this waits for the device
             self._hand.read_clocks()
             with self._port.lock:
                 self._conclude(ack=self._auto_ack)
-        # one that is in hand was taken, and Ctrl-C came before it was given
+        # after Ctrl-C the hand may hold a step that was not given
         if self._hand is None:
             await self._port.wait_for(self._look)
         return self._hand
 
     def _conclude(self, *, ack: bool) -> None:
-        """The step in hand is in the weights. The port's lock is held."""
+        """Conclude the step in hand: it is in the weights. The port's lock is held."""
         hand = self._hand
         if hand is not None:
             hand.conclude()
@@ -231,13 +231,13 @@ class RankFeed(OfOneProcess):
                 self._port.held.ack(hand.step)
 
     def _look(self) -> bool | None:
-        """True if there is a step in hand, or no more will come. The port's lock is held."""
+        """True if there is a step in hand, or the end has come. The port's lock is held."""
         port, held = self._port, self._port.held
         if held.behind is not None:
             raise RankLostError(
                 port.why_behind, rank=self.rank, step=held.behind, cause="other ranks have trained without it"
             )
-        # said by whoever asks, and never by the first join: it would overtake the version that the trainer said before
+        # acknowledged here, not in the first join: that would overtake an earlier set_version()
         if self._loaded and held.term >= 0:
             held.ack(self._loaded - 1)
             self._loaded = 0
@@ -252,12 +252,12 @@ class RankFeed(OfOneProcess):
 
     @property
     def _is_through(self) -> bool:
-        """All that was given is acknowledged."""
+        """Every given step is acknowledged."""
         return self._port.held.acked >= self._port.held.weights.next_step - 1
 
     def acknowledge_through(self, step: int) -> None:
-        """Acknowledge ``step`` and every one before it: :meth:`Step.ack` for code that kept the number only. From any
-        thread, never blocks, idempotent. Raises as that."""
+        """Acknowledge ``step`` and every earlier step: :meth:`Step.ack` for code that kept only the number. From any
+        thread, never blocks, idempotent. Raises like :meth:`Step.ack`."""
         port, held, hand = self._port, self._port.held, self._hand
         if hand is not None and hand.step <= step:
             hand.read_clocks()
@@ -275,17 +275,17 @@ class RankFeed(OfOneProcess):
 
     def state_dict(self) -> dict[str, int]:
         """Content of the weights, to be saved with them: ``{"next_step": n, "attempt": a}``, all steps before n, the
-        last of them in attempt a. Call it after the optimizer step. The step in hand counts once its micro-batches
-        were given."""
+        last one in attempt a. Call it after the optimizer step. The step in hand counts once its micro-batches were
+        given."""
         with self._port.lock:
             used = None if self._hand is None else self._hand.weights
             return (used or self._port.held.weights)._asdict()
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """The weights are now those that :meth:`state_dict` was made with, here or on another rank: what is in them is
-        not given again. With ``auto_ack=False`` that acknowledges nothing, since another rank's weights are no
-        checkpoint: the next ``step.ack()`` does, or ``acknowledge_through(next_step - 1)``. Raises ValueError for
-        weights that lack steps which this feed has given: open a new one for these."""
+        """Tell the feed that the weights were replaced by those of ``state``, from here or another rank: the feed gives
+        no step again that they contain. With ``auto_ack=False`` these steps stay unacknowledged, since another rank's
+        weights are no checkpoint: call ``step.ack()`` or ``acknowledge_through(next_step - 1)`` later. Raises
+        ValueError if the weights lack a step that this feed has concluded: open a new feed."""
         weights, port = _weights(state), self._port
         with port.lock:
             if weights.next_step < port.held.weights.next_step:
@@ -302,17 +302,16 @@ class RankFeed(OfOneProcess):
 
     @property
     def version(self) -> int | None:
-        """The newest policy version: set here, or passed on by the controller; None before the first."""
+        """The newest policy version, set here or passed on by the controller; None before the first."""
         known = [one for one in (self._version, self._port.session.version) if one is not None]
         return max(known, default=None)
 
     def set_version(self, version: int) -> None:
-        """The policy moved on, as :meth:`StreamBalancer.set_version`: call it after the optimizer step and before the
-        next step is asked for. From any thread, never blocks.
+        """Announce a policy version, as :meth:`StreamBalancer.set_version`. Call it after the optimizer step and before
+        the request for the next step. From any thread, never blocks.
 
-        One rank may say it, or all of them, each the same. One that is older than :attr:`version`, as of an older
-        checkpoint, changes nothing, with a warning. Raises ClosedResourceError if the feed was closed before; a lost
-        controller is raised by the iteration.
+        One rank may announce it, or every rank the same. A version below :attr:`version`, as of an older checkpoint,
+        only warns. Raises ClosedResourceError on a closed feed; the iteration raises the loss of the controller.
         """
         self._check_open("set_version()")
         newer = newer_version(self.version, version)
@@ -321,8 +320,8 @@ class RankFeed(OfOneProcess):
             self._port.session.tell("set_version", [newer])
 
     def end(self) -> None:
-        """No more rollouts are wanted, as :meth:`StreamBalancer.end`: producers' puts raise ClosedResourceError, what
-        waits is drained, then the iteration ends on all ranks. From any thread, never blocks, may be called twice."""
+        """End the run, as :meth:`StreamBalancer.end`: producers' puts raise ClosedResourceError, waiting rollouts are
+        drained, then the iteration ends on all ranks. From any thread, never blocks, may be called twice."""
         self._check_open("end()")
         self._port.session.tell("end")
 
@@ -334,8 +333,8 @@ class RankFeed(OfOneProcess):
 
     def statistics(self, *, timeout_s: float | None = None) -> Statistics:
         """As :meth:`StreamBalancer.statistics`, from the controller; blocks for a round trip. Raises TimeoutError after
-        ``timeout_s``, RankLostError if the controller goes away, ClosedResourceError if the feed was closed, ValueError
-        for more than a mebibyte of them."""
+        ``timeout_s``, RankLostError on the loss of the controller, ClosedResourceError on a closed feed, ValueError for
+        statistics above 1 MiB."""
         refuse_in_event_loop("statistics() of a feed", "There, await feed.async_statistics()")
         return run(self.async_statistics, timeout_s)
 
@@ -352,13 +351,13 @@ class RankFeed(OfOneProcess):
 
     @contextmanager
     def timed(self, device: str | torch.device | None = None) -> Iterator[None]:
-        """Time what this rank computes by itself for the step in hand: forward and backward, before it waits for the
-        other ranks in a collective. Several times in a step add up.
+        """Time this rank's own compute for the step in hand: forward and backward, without the wait for other ranks in
+        a collective. Several uses in a step add up.
 
-        A ``CalibratedCost`` learns from these seconds, and ``statistics()`` takes the measured idle time from them;
-        without them a step counts from taking it to asking for the next, in which all ranks look alike once they have
-        met. With DDP, that means micro-batches under ``no_sync()``. ``device``: where the work runs, if it is not the
-        feed's; on an accelerator its own clock counts, and is read when the next step is asked for.
+        ``CalibratedCost`` learns from these seconds, and ``statistics()`` measures idle time with them. Without them a
+        step lasts from its receipt to the next request, and all ranks look alike once they have met. With DDP, time
+        micro-batches under ``no_sync()``. ``device``: where the work runs (default: the feed's device); an
+        accelerator's clock is read at the request for the next step.
         """
         stopwatch = Stopwatch(self._device if device is None else torch.device(device))
         with stopwatch:
@@ -367,8 +366,7 @@ class RankFeed(OfOneProcess):
             self._hand.computed(stopwatch.seconds)
 
     def add_compute_s(self, seconds: float) -> None:
-        """As :meth:`timed`, for a trainer that has the seconds from a clock of its own. Raises ValueError unless they
-        are a finite number >= 0."""
+        """As :meth:`timed`, for a trainer with a clock. Raises ValueError unless seconds are a finite number >= 0."""
         if not 0 <= seconds < math.inf:
             raise ValueError(f"add_compute_s() takes seconds >= 0, not {seconds!r}")
         if self._hand is not None:
@@ -377,9 +375,9 @@ class RankFeed(OfOneProcess):
     # leaving
 
     def close(self) -> None:
-        """Leave: the controller is notified, and what is open here is released. A step that was not acknowledged will
-        be delivered again. Waits for the controller's answer, ``linger_s`` at most, but in an event loop: there,
-        :meth:`aclose` does. Idempotent."""
+        """Leave: tell the controller, and release resources. Unacknowledged steps will be delivered again. Waits up to
+        ``linger_s`` seconds for the controller's answer, except in an event loop: there, use :meth:`aclose`.
+        Idempotent."""
         self._port.close()
         if event_loop_here() is None:
             run(self._port.session.aclose)
@@ -405,8 +403,8 @@ class RankFeed(OfOneProcess):
 def _seat(
     source: Any, rank: int | None, dp_size: int | None, mesh: Any, dp_dim: str | Sequence[str]
 ) -> tuple[Any, Seat]:
-    """Where the controller is, and this process's place: what was given, and what the initialised torch.distributed
-    world says of the rest."""
+    """The controller's address and this process's place: from the arguments, then from the initialised
+    torch.distributed world."""
     if mesh is not None:
         if rank is not None or dp_size is not None:
             raise ValueError("give RankFeed either mesh= or rank= and dp_size=: the mesh says both")
@@ -425,7 +423,7 @@ def _seat(
 
 
 def _weights(state: int | Mapping[str, int]) -> Weights:
-    """Content of weights, as a number or as :meth:`RankFeed.state_dict`."""
+    """Content of weights, from a number or from :meth:`RankFeed.state_dict`."""
     weights = Weights(state) if isinstance(state, int) else Weights(state["next_step"], state.get("attempt", 0))
     if min(weights) < 0:
         raise ValueError(f"next_step must be >= 0, not {state}")

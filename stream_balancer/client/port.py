@@ -2,7 +2,7 @@
 
 ::
 
-    I/O thread    Work -> decode -> fetch what lies elsewhere -> Held      trainer   Held -> step
+    I/O thread    Work -> decode -> fetch kept payloads -------> Held      trainer   Held -> step
                   Commit, Drop, Behind -----------------------> Held                 finish, failed, ack -> Held.out
                   Join carries Held.join()                               both        Held.out -> Report
 
@@ -46,41 +46,41 @@ _read = reader(m.Admitted, "what the controller answers to a rank")
 
 
 class Arrived:
-    """A rank's part of one attempt."""
+    """A rank's part of one attempt, with its bytes."""
 
     def __init__(self, work: m.Work, decoded: Decoded, uploader: Uploader | None) -> None:
         self.work, self.decoded, self._uploader = work, decoded, uploader
         self._hand_over: Callable[[], None] = lambda: None
 
     def land(self) -> None:
-        """All bytes are here: begin to copy them to the device."""
+        """Begin to copy the complete bytes to the device."""
         if self._uploader is not None:
             there, self._hand_over = self._uploader.copy(self.decoded.buffer)
             self.decoded.move(there)
 
     def micro_batches(self, masked: frozenset[str]) -> tuple[MicroBatch, ...]:
-        """For the trainer. ``masked``: rollouts without a payload become padding copies."""
+        """Micro-batches for the trainer. ``masked``: rollouts without a payload become padding copies."""
         self._hand_over()
         self.decoded.mask(masked)
         return self.decoded.micro_batches
 
 
 class Port:
-    """Safe from any thread; the lock is held around every use of :attr:`held`."""
+    """Connection of one process. Safe from any thread; the lock is held around every use of :attr:`held`."""
 
     def __init__(
         self, dialer: Dialer, who: m.About, fetcher: Fetcher, *, weights: steps.Weights,
         uploader: Uploader | None = None, **options: Any,
     ) -> None:  # fmt: skip
-        """``weights``: what the trainer's weights contain. ``options``: of the Session."""
+        """``weights``: content of the trainer's weights. ``options``: of the Session."""
         self.who = who
         self.name = f"rank {who.rank}"
-        # reentrant: a look may raise through a method that takes it again
+        # reentrant: `look` may raise through a method that takes the lock again
         self.lock = threading.RLock()
         self.held = Held(weights)
         self.closed = False
         self.over: Exception | None = None
-        """Why nothing comes any more."""
+        """Error that ended the connection."""
         self.times: dict[int, Any] = {}
         """Times of finished steps that were not reported."""
         self.why_behind = ""
@@ -91,11 +91,11 @@ class Port:
         self._user: object = None
         """The thread or task that waits."""
         self._causes: dict[str, str] = {}
-        """By id: why the payload of a rollout could not be fetched."""
+        """Cause of each failed fetch, by rollout id."""
         self._uploader, self._fetcher = uploader, fetcher
-        # one object: where it is the last that the I/O thread has to do, it is not handed in again
+        # one object, so that the I/O thread can tell that this job is queued last already
         self._job = self._flush
-        # the I/O thread may be quicker than this line
+        # the I/O thread may call back before the assignment
         with self.lock:
             self.session = Session(
                 dialer, "rank", about=self._about, on_open=self._on_open, admit=self._admit,
@@ -106,22 +106,22 @@ class Port:
     # from any thread
 
     async def wait_for(self, look: Callable[[], _T | None]) -> _T:
-        """The value that ``look`` finds, under the lock, as soon as it finds something. What has come is found before a
-        lost controller is told."""
-        # A thread may be interrupted before it has left: it may come again.
+        """The first value that ``look`` returns, called under the lock. Arrived steps come before the error of a lost
+        controller."""
+        # an interrupted thread may have left its mark: it may come again
         me: object = threading.get_ident() if hasattr(blocking_deadline, "at") else object()
         with self.lock:
             if self._user is not None and self._user != me:
                 raise AlreadyInUseError(
                     "two threads or tasks iterate one RankFeed. Each step goes to one of them: let one iterate"
                 )
-            # one at a time: a second iterator would take every other step
+            # refuse a second iterator, which would take every other step
             self._user = me
         began = self.waiting_since = time.monotonic()
         try:
             while True:
                 with self.lock:
-                    # in place before it looks: what comes between that and the wait sets it
+                    # set before the look: news between look and wait sets this signal
                     news = self._news = Signal()
                     if self.closed:
                         raise ClosedResourceError("the feed was closed")
@@ -137,25 +137,24 @@ class Port:
             self.waiting_since = self._user = None
 
     def flush(self) -> None:
-        """Report what Held has said, behind calls that were made before. Not with the lock, which the I/O thread would
-        wait for as soon as it is woken."""
+        """Send the reports in ``Held.out``, behind earlier calls. Do not hold the lock: the I/O thread needs it."""
         if self.held.out:
             self.session.io.do(self._job)
 
     def close(self) -> None:
-        """Leave: nothing is given any more. Never blocks."""
+        """Leave: the iteration ends with ClosedResourceError. Never blocks."""
         with self.lock:
             self.closed = True
         self._fetcher.close()
         self.session.close()
-        # who waits must look again, and finds that it is closed
+        # a waiting thread looks again, and finds the port closed
         self._news.set()
 
     # in the I/O thread
 
     def _about(self) -> m.About:
         with self.lock:
-            # under the lock, as one picture: what comes in between would be said twice or not at all
+            # one lock for the whole claim: no fact is reported twice or lost
             claim = self.held.join(self.held.link + 1)
             return replace(self.who, **claim._asdict())
 
@@ -165,7 +164,7 @@ class Port:
             if not self.held.obeys(answer.term):
                 raise WireError(f"{self.name} has obeyed a newer controller. End the old one")
             self.held.barrier = answer.has_barrier
-            # a process that was given up meanwhile is known by its number
+            # a given-up process that joins again gets a new incarnation
             self.who = replace(self.who, incarnation=answer.incarnation)
         self._flush()
         # the feed acknowledges loaded steps once there is a controller
@@ -173,7 +172,7 @@ class Port:
 
     def _flush(self) -> None:
         with self.lock:
-            # without a connection they wait, and the next join says what they would have
+            # without a connection reports wait: the next join replaces them
             if self.session.line.connection is not None:
                 out, self.held.out = self.held.out, []
                 for report in out:
@@ -240,9 +239,9 @@ class Port:
             self._fetcher.fetch(arrived.decoded, lambda causes: self._on_fetched(arrived, causes))
 
     def _on_fetched(self, arrived: Arrived, causes: Mapping[str, str]) -> None:
-        """Payloads have arrived, except the missing ones; ``causes``: why, by id."""
+        """Payloads have arrived, except the missing ones. ``causes``: errors of the missing ones, by rollout id."""
         with self.lock:
-            # first: once it lands, its memory may be on another device
+            # mask before the copy: afterwards the memory may be on another device
             arrived.decoded.mask(causes)
             arrived.land()
             self._causes.update(causes)
@@ -255,14 +254,14 @@ class Port:
     def _on_end(self, error: Exception) -> None:
         with self.lock:
             self.over = self.over or self._explained(error)
-        # no report would be heard any more, so nothing more is fetched
+        # reports can no longer be sent, so stop fetching
         self._fetcher.close()
         self._news.set()
 
     def _explained(self, error: Exception) -> Exception:
         if not isinstance(error, BrokenResourceError) or isinstance(error, RefusedError | WireError):
             return error
-        # there has never been a connection, or none can be any more
+        # there was never a connection, or none is possible any more
         if not isinstance(error, ConnectionEnd):
             return RankLostError(str(error), rank=self.who.rank, cause=str(error))
         cause = error.text or "it closed"

@@ -1,4 +1,4 @@
-"""A step on a rank: its micro-batches, the numbers that all ranks divide by, and how the ranks meet.
+"""A step on a rank: its micro-batches, the numbers that all ranks divide by, and the meeting of the ranks.
 
 ::
 
@@ -7,9 +7,9 @@
         for micro_batch in step:
             with feed.timed():
                 loss_sum(micro_batch).backward()
-        end = step.finish()                          # waits until every rank has come so far
+        end = step.finish()                          # waits until every rank has finished its micro-batches
         if end is None:
-            continue                                 # planned again for other ranks: this gradient does not count
+            continue                                 # planned again: this gradient does not count
         try:
             all_reduce(gradients, among=end.ranks)
         except RuntimeError:                         # a rank died in the collective
@@ -18,8 +18,8 @@
         scale(gradients, 1 / end.loss_tokens)
         optimizer.step()
 
-A plain loop leaves out everything after the inner ``for`` but the last two lines, and divides by
-``step.global_num_loss_tokens``.
+A plain loop keeps only the last two lines after the inner ``for``, and divides by ``step.global_num_loss_tokens``.
+Example: rank 0 has 900 loss tokens and rank 1 has 100; both divide by ``global_num_loss_tokens`` = 1,000.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ class End(NamedTuple):
     """Ranks that meet at the end of a step, and the numbers that all divide by."""
 
     ranks: tuple[int, ...]
-    """Under the numbers that their feeds were opened with, ascending."""
+    """Numbers that their feeds were opened with, ascending."""
     rollouts: int
-    """Over all ranks, and so are the following. Padding copies are not counted."""
+    """Number over all ranks, like the next fields. Padding copies are not counted."""
     tokens: int
     loss_tokens: int
     executions: int
 
 
 class Step(OneRank):
-    """One rank's part of an optimizer step. Iterate it for its micro-batches, then :meth:`finish` where ranks may be
-    lost. It is a rank batch too: ``step.micro_batches``, ``step.global_num_tokens`` and the like."""
+    """One rank's part of an optimizer step. Iterate it for its micro-batches, then call :meth:`finish` where ranks may
+    be lost. A step is also a rank batch: ``step.micro_batches``, ``step.global_num_tokens`` and the like."""
 
     def __init__(self, port: Port, held: HeldStep, acknowledge: Callable[[int], None], waited_s: float) -> None:
         self._port, self._held = port, held
@@ -65,13 +65,13 @@ class Step(OneRank):
         self._work: Work = held.part.work
         self._acknowledge = acknowledge
         self._micro_batches: tuple[MicroBatch, ...] | None = None
-        # time that the trainer waited inside the step is taken off: it is not its own work
+        # the trainer's wait inside the step is subtracted: it is no work
         self._taken_at, self._waited_s, self._waited_before = time.monotonic(), waited_s, port.waited_s
         self._computed: list[Callable[[], float]] = []
         self._compute_s: float | None = None
         self._is_discarded = False
         self.given = False
-        """The feed has returned it."""
+        """The feed has returned this step."""
 
     # the loop
 
@@ -79,11 +79,11 @@ class Step(OneRank):
         return iter(self.micro_batches)
 
     def finish(self) -> End | None:
-        """The ranks that meet, and the numbers that all divide by, once every rank has come so far: call it before the
-        ranks meet. None if this gradient must not be used: zero it, and go on with the feed, which gives the step
-        again, or a later one, or raises.
+        """Wait until every rank has come so far. -> the ranks that meet, and the numbers that all divide by. Call it
+        before the ranks meet. None: zero the gradient and go on with the feed, which gives the step again, gives a
+        later step, or raises.
 
-        A plain loop needs no ``finish()``; there it returns at once. Blocks. Raises what the feed raises.
+        In a plain loop it returns without a wait, so leave it out. Blocks. Raises like the feed.
         """
         with self._port.lock:
             found = self._look_end()
@@ -100,10 +100,10 @@ class Step(OneRank):
         return found[0] if found else None
 
     def failed(self) -> None:
-        """A collective failed, and this gradient was discarded: go on with the feed, which gives the step again. From
+        """Report a failed collective. Discard the gradient and go on with the feed, which gives the step again. From
         any thread, never blocks.
 
-        Raises ConfigError in a plain loop: there the other ranks may have stepped.
+        Raises ConfigError in a plain loop: other ranks may have stepped.
         """
         with self._port.lock:
             if not self._port.held.barrier:
@@ -112,16 +112,16 @@ class Step(OneRank):
                     "call step.finish() before the ranks meet, or restart all ranks from a checkpoint"
                 )
             self._is_discarded = True
-            # before finish() the controller need not know: no other rank may have met
+            # before finish() the controller need not hear: no other rank can have met
             if self.is_mine and self._held.phase is Phase.COMMITTED:
                 self._port.held.failed(self._held)
         self._port.flush()
 
     def ack(self) -> None:
-        """Acknowledge this step and every earlier one of its feed: committed, and not to be delivered again.
+        """Acknowledge this step and every earlier step of its feed: committed, and not to be delivered again.
 
-        For ``RankFeed(auto_ack=False)``, at an optimizer step or a checkpoint; otherwise before leaving a loop early.
-        From any thread, never blocks, idempotent. Raises ClosedResourceError if the feed was closed before.
+        With ``RankFeed(auto_ack=False)``, call it at an optimizer step or a checkpoint; otherwise before an early exit
+        from the loop. From any thread, never blocks, idempotent. Raises ClosedResourceError on a closed feed.
         """
         self._acknowledge(self.step)
 
@@ -149,12 +149,12 @@ class Step(OneRank):
 
     @property
     def load(self) -> float:
-        """Predicted work as planned; see :attr:`RankBatch.load`."""
+        """Predicted work of the plan; see :attr:`RankBatch.load`."""
         return self._work.load
 
     @property
     def micro_batches(self) -> tuple[MicroBatch, ...]:
-        """All of this rank, in the order they should run."""
+        """All micro-batches of this rank, in the order to run."""
         if self._micro_batches is None:
             with self._port.lock:
                 self._micro_batches = self._arrived.micro_batches(self._held.masked)
@@ -167,13 +167,13 @@ class Step(OneRank):
 
     @property
     def mini_batch_sizes(self) -> tuple[MiniBatchSize, ...]:
-        """Sizes of its mini-batches; empty where the step is in one piece."""
+        """Sizes of the mini-batches; empty for a step of one mini-batch."""
         return self._work.mini_batches
 
     def __repr__(self) -> str:
         return f"Step(step={self.step}, rank={self.rank}/{self.dp_size}, ranks={self.ranks})"
 
-    # what is looked at, with the port's lock held
+    # views under the port's lock
 
     @property
     def is_mine(self) -> bool:
@@ -181,7 +181,7 @@ class Step(OneRank):
         return self._port.held.steps.get(self.step) is self._held
 
     def _look_end(self) -> tuple[End, ...] | None:
-        """None for "wait", an empty tuple for "never"."""
+        """The end, in a tuple. None: wait. Empty: this attempt has no end."""
         if self._port.closed:
             raise ClosedResourceError(f"the feed was closed, and step {self.step} will be delivered again")
         if not self.is_mine or self._held.phase is Phase.FAILED:
@@ -191,7 +191,7 @@ class Step(OneRank):
         self._port.held.computed(self._held)
         return None
 
-    # how it goes on
+    # after the loop
 
     @property
     def weights(self) -> Weights | None:
@@ -200,8 +200,8 @@ class Step(OneRank):
         return Weights(self.step + 1, self._held.attempt) if is_used and self.is_mine else None
 
     def conclude(self) -> None:
-        """The loop has gone on: the step is in the weights. The lock is held. Raises ConfigError if the ranks were to
-        meet through ``finish()``, and the loop did not ask."""
+        """Note that the step is in the weights, after the loop. The lock is held. Raises ConfigError if the ranks must
+        meet through ``finish()`` and the loop did not call it."""
         if not self.is_mine or self._is_discarded:
             return
         if self._held.phase is not Phase.COMMITTED:
@@ -216,10 +216,10 @@ class Step(OneRank):
         self._port.held.met(self._held)
 
     def computed(self, read: Callable[[], float]) -> None:
-        """The trainer timed a part of its work."""
+        """Record one timed part of the trainer's work."""
         self._computed.append(read)
 
     def read_clocks(self) -> None:
-        """Wait for what was timed on an accelerator: without the lock, or nothing would be received meanwhile."""
+        """Wait for accelerator clocks. Without the lock, which the I/O thread needs to receive."""
         while self._computed:
             self._compute_s = (self._compute_s or 0.0) + self._computed.pop(0)()

@@ -1,5 +1,5 @@
-"""From the waiting rollouts to a batch: the planner is asked, and its plan made into rank batches, micro-batches and
-padding copies. Pure: reads the state, changes nothing. When a batch leaves is decided in :mod:`.triggers`.
+"""From waiting rollouts to a batch: ask the planner, and make rank batches, micro-batches and padding copies of its
+plan. Pure: reads the state, changes nothing. :mod:`.triggers` decides when a batch leaves.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _PLANNERS: dict[str, Callable[..., Plan]] = {"window": plan_batch, "fifo": plan_
 
 
 def make_plan(state: BalancerState, due: Bools, num_rollouts: int) -> Plan:
-    """The planner's plan, in rows of the buffer: ``num_rollouts`` go, the rollouts that are ``due`` [n] among them. The
-    planner does not see rollouts that are held back for their age. O(n), plus the planner's time."""
+    """The planner's plan, in rows of the buffer: ``num_rollouts`` leave, with all that are ``due`` [n]. The planner
+    does not see rollouts that are held back for their age. O(n), plus the planner's time."""
     waiting, rows = state.buffer.waiting(due), None
     if state.staleness.num_held_back:
         rows = np.flatnonzero(~state.staleness.held_back())
         waiting = waiting.among(rows)
 
     def together(chosen: Ints) -> Ints:
-        # the denominator of an execution counts its samples in one mini-batch
+        # all samples of an execution stay in one mini-batch, since its denominator counts them there
         rollouts = state.buffer.rollouts(chosen if rows is None else rows[chosen])
         return labels_of(None if one.execution_id is None else execution_of(one) for one in rollouts)
 
@@ -53,7 +53,7 @@ def make_plan(state: BalancerState, due: Bools, num_rollouts: int) -> Plan:
 
 
 def in_rows(plan: Plan, rows: Ints) -> Plan:
-    """A plan of rows among some, in rows of all."""
+    """A plan in row numbers of a selection, in row numbers of the buffer."""
     return replace(
         plan,
         ranks=[[rows[one] for one in micro_batches] for micro_batches in plan.ranks],
@@ -78,8 +78,8 @@ def make_batch(state: BalancerState, plan: Plan, rows: Ints, reason: Reason, now
 
 
 def plan_again(state: BalancerState, batch: Batch, missing: Collection[str], dp_size: int) -> Batch:
-    """Another batch of the same step for ``dp_size`` ranks, without the rollouts that are ``missing``. Each mini-batch
-    keeps its rollouts; one that has lost all of them goes. As fast as a plan of so many rollouts."""
+    """A new batch of the same step for ``dp_size`` ranks, without ``missing`` rollouts. Each mini-batch keeps its
+    rollouts; an empty mini-batch is dropped. As fast as a plan of its rollouts."""
     pieces = [
         [one for part in of_ranks for one in _real(part.rollouts) if one.rollout_id not in missing]
         for of_ranks in zip(*(one.mini_batches for one in batch.ranks), strict=True)
@@ -88,7 +88,7 @@ def plan_again(state: BalancerState, batch: Batch, missing: Collection[str], dp_
     rollouts = list(chain.from_iterable(pieces))
     knobs = replace(state.pricing.knobs, dp_size=dp_size)
     plan = plan_of_all(state, rollouts, batch.step, knobs)
-    # each keeps its own: what an optimizer step is made on is the same
+    # each mini-batch keeps its rollouts, so that its optimizer step has the same data
     if len(pieces) > 1:
         rows = np.split(np.arange(len(rollouts)), np.cumsum([len(its) for its in pieces])[:-1])
         plans = [plan_of_all(state, its, batch.step, knobs) for its in pieces]
@@ -105,7 +105,7 @@ def plan_again(state: BalancerState, batch: Batch, missing: Collection[str], dp_
 
 
 def plan_of_all(state: BalancerState, rollouts: Sequence[Rollout], step: int, knobs: PlanKnobs) -> Plan:
-    """A plan of all the rollouts, without a choice, in one piece."""
+    """A plan of all the rollouts, without a choice, in one mini-batch."""
     number = len(rollouts)
     knobs = replace(knobs, batch_size=number, max_skips=None, mini_batches=1)
     planner = _PLANNERS[state.config.policy]
@@ -113,8 +113,8 @@ def plan_of_all(state: BalancerState, rollouts: Sequence[Rollout], step: int, kn
 
 
 def batch_of_plan(config: BalancerConfig, plan: Plan, chosen: Mapping[int, Rollout], step: int, **fields: Any) -> Batch:
-    """A plan made into a batch. ``chosen``: its rollouts by their rows, in the plan's order; ``fields``: what the plan
-    does not say. O(rollouts)."""
+    """A plan as a batch. ``chosen``: its rollouts by row, in the plan's order; ``fields``: the batch's fields that are
+    not in the plan. O(rollouts)."""
     rollouts = list(chosen.values())
     executions = sizes_of(rollouts)
     mini_batches = [_micro_batches(one, chosen, executions) for one in plan.pieces]
@@ -123,7 +123,7 @@ def batch_of_plan(config: BalancerConfig, plan: Plan, chosen: Mapping[int, Rollo
     return assembled(
         step,
         mini_batches,
-        # of the planner, not summed anew: a rank batch says the work that the choice was made by
+        # the planner's sums, not new ones: the choice was made by these loads
         [one.loads.tolist() for one in plan.pieces],
         finish=plan.finish,
         lower_bound=plan.lower_bound,
@@ -138,9 +138,9 @@ def assembled(
     loads: Sequence[Sequence[float]],
     **fields: Any,
 ) -> Batch:
-    """The batch of a step, from micro-batches ``[mini_batch][rank]``, loads ``[mini_batch][rank]``, and the fields that
-    do not follow from these. O(rollouts)."""
-    # each mini-batch divides by what is in it, the step by all of it
+    """The batch of a step, from micro-batches ``[mini_batch][rank]``, loads ``[mini_batch][rank]``, and ``fields`` that
+    do not follow from them. O(rollouts)."""
+    # a mini-batch divides by its own totals, the step by the totals of all mini-batches
     real = [_real(r for of_rank in one for mb in of_rank for r in mb.rollouts) for one in mini_batches]
     each = [denominators_of(rollouts) for rollouts in real]
     whole = each[0] if len(each) == 1 else denominators_of(list(chain.from_iterable(real)))
@@ -185,7 +185,7 @@ def _micro_batches(
 
 
 def micro_batch_of(rollouts: Sequence[Rollout], executions: Mapping[ExecutionKey, ExecutionSize]) -> MicroBatch:
-    """Micro-batch of a rank. ``executions``: of the step."""
+    """Micro-batch of a rank. ``executions``: sizes in the whole step."""
     return MicroBatch.of(rollouts, sizes_in(executions, rollouts))
 
 
@@ -197,11 +197,11 @@ def _fill_up(
     *,
     same: bool,
 ) -> int:
-    """Every rank gets a positive multiple of micro-batches in every mini-batch, in place, and the ``same`` number on
-    all ranks; a padding copy each where it has fewer. -> number of padding copies."""
+    """Give every rank in every mini-batch a positive multiple of micro-batches, in place, and with ``same`` an equal
+    number. Each added micro-batch is one padding copy. -> number of padding copies."""
     multiple, original, number = config.micro_batches.multiple_of, None, 0
     for ranks in mini_batches:
-        # a rank that ran fewer where all meet would leave the others waiting in a collective for ever
+        # with fewer micro-batches, a rank would leave other ranks waiting in a collective for ever
         most = max(map(len, ranks)) if same else 0
         for rank, of_rank in enumerate(ranks):
             wanted = max(-(-max(len(of_rank), most) // multiple), 1) * multiple

@@ -3,12 +3,12 @@
 ::
 
     dispatch --> in flight --acknowledge--> done
-                 |   ^  |--mark_missing: some of it will count as evicted then
-                 |   |  `--replan: another plan of the same step, perhaps without what is missing
+                 |   ^  |--mark_missing: some rollouts will count as evicted when done
+                 |   |  `--replan: another plan of the same step, without its missing rollouts
                  |   `--redelivered------.
                  `--nack, redeliver------> to be delivered again, same plan
 
-A rollout that waits is the buffer's; here is what became of it. Nothing is decided in this module. Pure.
+The buffer holds waiting rollouts; this module keeps the record of all later ones, and decides nothing. Pure.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from stream_balancer.rollouts import Batch, Rollout
 
 
 class RolloutIds:
-    """The ids of rollouts that are held (they wait or are in flight), and of the last ones that are done."""
+    """Ids of rollouts that are held (waiting or in flight), and of the last rollouts that are done."""
 
     remember: int = 100_000
     """Finished ids that stay known, about 100 bytes each: a producer that retries a put hears that it was accepted."""
@@ -47,7 +47,7 @@ class RolloutIds:
         )
 
     def finish(self, rollout_ids: Iterable[str]) -> None:
-        """Ids that are done: trained on, or evicted. The last ``remember`` stay known. O(1) each."""
+        """Move ids to the past: trained on, or evicted. The last ``remember`` stay known. O(1) each."""
         held, past = self.held, self.past
         for rollout_id in rollout_ids:
             held.discard(rollout_id)
@@ -64,11 +64,11 @@ class StepTiming(NamedTuple):
     seconds: float
     """Seconds of compute."""
     own: bool = True
-    """The rank did not wait for others in them; only such seconds teach a ``CalibratedCost``."""
+    """The seconds contain no wait for other ranks; only such seconds teach a ``CalibratedCost``."""
     waited_s: float | None = None
-    """From asking for its rank batch to taking it; None = as long as the balancer waited for rollouts."""
+    """Seconds from the request for its rank batch to its receipt (None: the balancer's wait for rollouts)."""
     ready_s: float = 0.0
-    """How long it had been ready for more when the last rank was."""
+    """Seconds that this rank had been ready when the last rank became ready."""
 
 
 @dataclass(eq=False, slots=True)
@@ -77,26 +77,26 @@ class _Flight:
 
     batch: Batch
     begun: bool = False
-    """The batch is being trained on, or was."""
+    """Training on the batch has begun."""
     trained: bool = False
-    """The trainer is through with it."""
+    """The trainer has finished the batch."""
     missing: dict[str, Rollout] = field(default_factory=dict)
     """Rollouts by id whose payloads are lost: the step is trained without them."""
     left_out: dict[str, Rollout] = field(default_factory=dict)
-    """Those of them that the batch does not contain: the step was planned again without them."""
+    """Missing rollouts that the batch does not contain: the step was planned again without them."""
     timings: dict[int, StepTiming] = field(default_factory=dict)
-    """By rank, as far as they have reported."""
+    """Reports of the step so far, by rank."""
 
 
 class BatchesInFlight:
-    """Batches in flight, oldest first, and which of them the trainer is through with."""
+    """Batches in flight, oldest first, and their progress in training."""
 
     def __init__(self) -> None:
         self.next_step = 0
         """Number of the next new batch."""
         self.training_ages = TrainingAges()
-        """How old rollouts were when their training began."""
-        # by step, and in the order of steps, since steps only grow
+        """Ages of rollouts when their training began."""
+        # by step, ascending, since new steps have higher numbers
         self._flights: dict[int, _Flight] = {}
         self.again: set[int] = set()
         """Steps to be delivered again: older than anything new."""
@@ -104,7 +104,7 @@ class BatchesInFlight:
     # -- dispatch and redelivery ---------------------------------------------------------------------------------------
 
     def dispatch(self, batch: Batch) -> None:
-        """A new batch is in flight."""
+        """Put a new batch in flight."""
         self._flights[batch.step] = _Flight(batch)
         self.next_step += 1
 
@@ -113,19 +113,19 @@ class BatchesInFlight:
         return self._flights[min(self.again)].batch if self.again else None
 
     def redelivered(self, batch: Batch) -> None:
-        """The batch, or its plan for other ranks, is as if dispatched now."""
+        """Note that the batch, or its plan for other ranks, was delivered."""
         self.again.remove(batch.step)
         flight = self._flights[batch.step]
         if len(flight.batch.ranks) != len(batch.ranks):
-            # ranks of the old plan had other rollouts than those that carry this step now
+            # ranks of the old plan had other rollouts
             flight.timings = {}
         flight.batch = batch
 
     def redeliver(self, step: int) -> int:
-        """A batch that reached nobody, or was not trained on, is delivered again, older steps first. -> its rollouts, 0
-        if it was to be already. Raises ValueError for a step that is not in flight."""
+        """Mark a batch that reached no rank, or was not trained on, for redelivery, older steps first. -> its number of
+        rollouts, 0 if marked already. Raises ValueError for a step that is not in flight."""
         flight = self._flight(step)
-        # asked for twice, by a rank and by the user: it comes again once
+        # marked twice, by a rank and by the user: delivered once
         number = 0 if step in self.again else flight.batch.num_rollouts
         flight.begun = flight.trained = False
         self.again.add(step)
@@ -134,21 +134,20 @@ class BatchesInFlight:
     def restore(
         self, batches: Sequence[Batch], next_step: int, left_out: Mapping[int, Sequence[Rollout]] = MappingProxyType({})
     ) -> None:
-        """Another balancer's batches in flight, all to be delivered again. ``left_out``: see :meth:`left_out`."""
+        """Take another balancer's batches in flight, all to be delivered again. ``left_out``: see :meth:`left_out`."""
         for batch in batches:
             gone = {one.rollout_id: one for one in left_out.get(batch.step, ())}
             self._flights[batch.step] = _Flight(batch, missing=gone, left_out=dict(gone))
-        # how far ranks had come with them, nobody here knows
+        # the progress of ranks in these steps is unknown
         self.again = set(self._flights)
         self.next_step = next_step
 
     # -- training and acknowledgement ----------------------------------------------------------------------------------
 
     def begin_training(self, version: int | None) -> None:
-        """The oldest batch that the trainer is not through with is trained on now: its age counts. O(batches in
-        flight)."""
+        """The trainer begins the oldest delivered, unfinished batch: record its age once. O(batches in flight)."""
         for step, flight in self._flights.items():
-            # A batch that nobody has is not trained on, however old it is.
+            # a batch that waits for redelivery is not trained on, however old it is
             if not flight.trained and step not in self.again:
                 if not flight.begun:
                     flight.begun = True
@@ -156,15 +155,15 @@ class BatchesInFlight:
                 return
 
     def finish_training(self, step: int) -> bool:
-        """The trainer is through with a batch that it acknowledges later. False if it is not in flight."""
+        """The trainer has finished a batch, and acknowledges it later. False if it is not in flight."""
         if step in self._flights:
             self._flights[step].trained = True
         return step in self._flights
 
     def time(self, timing: StepTiming) -> list[StepTiming] | None:
-        """A rank reports its seconds. -> what all ranks of its step have reported, in rank order; None while one is
-        missing, and for a step that is not in flight. Raises ValueError for a rank that the step was not planned for,
-        and for seconds that cannot be."""
+        """Record the seconds of a rank. -> reports of all ranks of its step, in rank order; None while one is missing,
+        and for a step that is not in flight. Raises ValueError for a rank outside the step's plan, and for negative or
+        infinite seconds."""
         flight = self._flights.get(timing.step)
         if flight is None:
             return None
@@ -174,7 +173,7 @@ class BatchesInFlight:
         for seconds in (timing.seconds, timing.waited_s or 0.0, timing.ready_s):
             if not 0.0 <= seconds < math.inf:
                 raise ValueError(f"seconds of a rank must be >= 0 and finite, not {seconds}")
-        # said twice, after a broken link: the later word counts
+        # reported twice, after a broken link: the later report counts
         flight.timings[timing.rank] = timing
         if len(flight.timings) < len(flight.batch.ranks):
             return None
@@ -194,16 +193,16 @@ class BatchesInFlight:
         return flight.batch, flight.missing
 
     def replan(self, batch: Batch) -> None:
-        """Another plan of a step in flight replaces the plan of before, also what ranks have reported of it."""
+        """Replace the plan of a step in flight, and drop reports of the old plan."""
         flight = self._flights[batch.step]
         flight.batch, flight.timings, flight.left_out = batch, {}, dict(flight.missing)
 
     def acknowledge(self, step: int) -> tuple[Batch, dict[str, Rollout]]:
-        """A batch is done. -> the batch, and the missing rollouts of the step by id. Raises ValueError for a step that
-        is not in flight."""
+        """Remove a batch that is done. -> the batch, and the missing rollouts of the step by id. Raises ValueError for
+        a step that is not in flight."""
         flight = self._flight(step)
         del self._flights[step]
-        # a checkpoint held it after all
+        # a checkpoint may contain a step that awaits redelivery
         self.again.discard(step)
         return flight.batch, flight.missing
 
@@ -219,8 +218,8 @@ class BatchesInFlight:
 
     @property
     def steps_ahead(self) -> int:
-        """Batches that the trainer is not through with: each may make a version before another one is trained."""
-        # those to be delivered again are ahead
+        """Unfinished batches: each may make a version before another batch is trained."""
+        # batches to be delivered again count too
         return sum(not flight.trained for flight in self._flights.values())
 
     @property
@@ -234,23 +233,23 @@ class BatchesInFlight:
         return None if flight is None else flight.batch
 
     def batches(self) -> tuple[Batch, ...]:
-        """All that is not acknowledged, oldest first."""
+        """Unacknowledged batches, oldest first."""
         return tuple(flight.batch for flight in self._flights.values())
 
     def left_out(self, step: int) -> tuple[Rollout, ...]:
-        """Rollouts that a step was planned again without. They are in flight until the step is acknowledged."""
+        """Rollouts that a new plan of the step left out. They are in flight until the step is acknowledged."""
         flight = self._flights.get(step)
         return () if flight is None else tuple(flight.left_out.values())
 
     @property
     def num_rollouts(self) -> int:
-        """Rollouts that are not acknowledged, those included that were left out."""
+        """Unacknowledged rollouts, with the left-out ones."""
         return sum(flight.batch.num_rollouts + len(flight.left_out) for flight in self._flights.values())
 
     def delivered(self) -> tuple[Batch, ...]:
-        """Batches that somebody has: not those to be delivered again. Oldest first."""
+        """Delivered batches, without those to be delivered again. Oldest first."""
         return tuple(batch for batch in self.batches() if batch.step not in self.again)
 
     def steps_through(self, step: int) -> list[int]:
-        """Steps in flight up to and including this one, ascending."""
+        """Steps in flight up to and including ``step``, ascending."""
         return [number for number in self._flights if number <= step]

@@ -1,7 +1,7 @@
-"""All that a balancer holds, at one instant: what checkpoints and the journal write down. Pure.
+"""State of a balancer at one instant, as checkpoints and the journal write it. Pure.
 
-A value, and how it is made from a :class:`~stream_balancer.core.state.BalancerState` and back. ``host.records`` turns
-one into rows; no format is known here.
+A value, made from a :class:`~stream_balancer.core.state.BalancerState` and turned back into one. ``host.records`` makes
+rows of it; no format is known here.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from stream_balancer.rollouts import Batch, Rollout
 @documented
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Snapshot:
-    """All that a balancer holds, at one instant: cheap to take, since rollouts are shared and not copied."""
+    """State of a balancer at one instant: cheap to take, since rollouts are shared and not copied."""
 
     waiting: tuple[Rollout, ...]
-    """Oldest first."""
+    """Waiting rollouts, oldest first."""
     waited_s: NDArray[np.float64]
     """[n] seconds each has waited."""
     skips: NDArray[np.int64]
     """[n] steps that passed each over."""
     in_flight: tuple[Batch, ...]
-    """Dispatched and not acknowledged, oldest first."""
+    """Dispatched and unacknowledged batches, oldest first."""
     left_out: Mapping[int, tuple[Rollout, ...]] = field(default_factory=dict)
-    """By step in flight: rollouts without a payload, which the step was planned again without."""
+    """Rollouts without a payload that the new plan of a step left out, by step in flight."""
     group_departures: Mapping[str, int]
-    """Siblings that have left, of groups that are not done."""
+    """Number of siblings that have left, by unfinished group."""
     groups: Mapping[str, Declared] = field(default_factory=dict)
-    """Groups of which something is declared; of those that take no more, the oldest first."""
+    """Declarations of groups; closed groups are ordered, oldest first."""
     past_ids: tuple[str, ...]
     """Ids of rollouts that are done, oldest first."""
     version: int | None
@@ -51,11 +51,11 @@ class Snapshot:
     calibration: Mapping[str, Any] | None = None
     """Figures that a ``CalibratedCost`` has learned: numbers, and lists of numbers."""
     set_aside: tuple[str, ...] = ()
-    """Parts that could not be read, a sentence each; the rollouts it speaks of are not in here."""
+    """Unreadable parts, one sentence each; their rollouts are missing here."""
 
 
 def take_snapshot(state: BalancerState, now: float, learned: Mapping[str, Any]) -> Snapshot:
-    """All that is held now, and what learners know. O(n) pointers."""
+    """Take a snapshot. ``learned``: figures of learners. O(n) pointers."""
     buffer, in_flight = state.buffer, state.in_flight
     return Snapshot(
         waiting=tuple(buffer.rollouts()),
@@ -74,18 +74,17 @@ def take_snapshot(state: BalancerState, now: float, learned: Mapping[str, Any]) 
 
 
 def restored_state(config: BalancerConfig, tolerance: float, snapshot: Snapshot, now: float) -> BalancerState:
-    """A snapshot's state under these knobs. Batches in flight are to be delivered again, and what waits and is too old
-    by now is evicted. Raises RolloutError if a waiting rollout does not fit the knobs. O(n).
-    """
+    """A snapshot's state under these knobs. Batches in flight are to be delivered again, and waiting rollouts that are
+    too old now are evicted. Raises RolloutError if a waiting rollout does not fit the knobs. O(n)."""
     state = BalancerState(config, tolerance)
     state.staleness.version = snapshot.version
-    state.ids.finish(snapshot.past_ids)  # first: what is evicted below joins them
+    state.ids.finish(snapshot.past_ids)  # first: evictions below add to them
     state.counts.take_over(snapshot.counts)
-    # before its rollouts join: what waits of an abandoned group is not wanted
+    # before the rollouts: rollouts of an abandoned group are then evicted
     groups = state.buffer.groups
     groups.restore(snapshot.groups, snapshot.group_departures)
     for rollout, waited_s, skips in zip(snapshot.waiting, snapshot.waited_s, snapshot.skips, strict=True):
-        # a max_skips that is smaller now makes it due at once, not overdue
+        # under a lower max_skips, a rollout is due now, not overdue
         most = int(skips) if config.max_skips is None else config.max_skips
         state.hold(*state.admission.check([rollout])[0], now - float(waited_s), min(int(skips), most))
     groups.restart(now)
@@ -96,10 +95,10 @@ def restored_state(config: BalancerConfig, tolerance: float, snapshot: Snapshot,
             f"could take it. Load with batch_size >= {size}"
         )
     for group_id, declared in snapshot.groups.items():
-        # those of it that wait came in time
+        # after hold(): waiting siblings came in time
         if declared.late and groups.size is not None:
             groups.cut(group_id)
-    # the snapshot has all that is declared; of what is not known any more it is said
+    # the snapshot contains the declarations, so announce only groups that are no longer tracked
     groups.changed = [name for name in groups.changed if groups.declared(name) is None]
     state.in_flight.restore(snapshot.in_flight, snapshot.next_step, snapshot.left_out)
     for batch in snapshot.in_flight:

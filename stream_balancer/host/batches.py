@@ -1,8 +1,8 @@
-"""Batches out: the one consumer, what it waits for, and what becomes of a batch that it was given.
+"""Batches out: the one consumer, its wait, and the return of batches that it did not take.
 
-A batch is made when it is asked for, not before: until then rollouts stay in the window, where there is most to choose
-from. If asking is cancelled, no batch was taken: with a journal a batch waits for the disk between leaving and being
-handed out, and one that is cancelled there is given again. When a batch can leave is decided in the core.
+A batch is made on request, not before: until then rollouts stay in the window and widen the choice. A cancelled request
+takes no batch: with a journal, a batch waits for the disk before it is handed out, and a cancel in that wait gives the
+batch again. The core decides when a batch can leave.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ RankStates: TypeAlias = Callable[[], list[RankState]]
 
 
 class Shell(Puts):
-    """Shell around a core: rollouts come in, batches go out to one iterator at a time, the trainer's or
-    ``serve()``'s. Parts of a balancer, for ``serve()``, producers and integrations; no promise for users."""
+    """Shell around a core: takes rollouts in, gives batches to one iterator at a time (the trainer's or ``serve()``'s).
+    Parts of a balancer, for ``serve()``, producers and integrations; no promise for users."""
 
     producers: ProducerRegistry
     rank_states: RankStates | None = None
-    """Knowledge of ``serve()`` about each rank; it sets this while it runs."""
+    """State of each rank. ``serve()`` sets this while it runs."""
     _iterator: Batches | None = None
 
     def iterate(self, *, auto_ack: bool) -> Batches:
-        """The iterator that takes over; see :meth:`StreamBalancer.batches`."""
+        """A new iterator, which takes over; see :meth:`StreamBalancer.batches`."""
         self.check_thread("batches")
         self._check_alone()
         if self.rank_states is None:
@@ -45,34 +45,33 @@ class Shell(Puts):
         return self._iterator
 
     async def next_batch(self, iterator: Batches) -> Batch | None:
-        """The next batch, or None at the end. If cancelled, no batch was taken."""
+        """The next batch, or None at the end. A cancelled call takes no batch."""
         self.enter("batches")
         asked_at = anyio.current_time()
-        # before the poll: what is awaited after it must give the batch back if it is cancelled
+        # before the poll: a cancel after the poll must give the batch back
         await anyio.lowlevel.checkpoint()
         while True:
             self._check(iterator)
-            # before anything is looked at: their groups are complete now
+            # before the checks below: cut groups are complete now
             if self.core.cut_stragglers(anyio.current_time()):
                 self.changed()
-            # reservers that wait may be all that could fill the window: then what there is must leave
+            # blocked reserve() calls may be the only source of rollouts: then flush the buffer
             self.flush_if_stuck()
             batch = self.core.poll(anyio.current_time(), asked_at)
             if batch is not None:
-                # At once, before the disk is waited for: there is room in the buffer from here on, whatever becomes of
-                # the batch.
+                # before the wait for the disk: the buffer has room now, whatever becomes of the batch
                 self.reporter.moved()
                 self.changed()
                 if self.rank_states is not None:
                     # serve() waits for the disk itself, with the ranks of the plan
                     return batch
-                # a plan is on the disk before anybody trains on it, so that it is the same after a crash
+                # the plan must be on the disk before training, so that it is the same after a crash
                 try:
                     await self.handed.flush()
                 except BaseException:
                     self.give_again(batch)
                     raise
-                # The disk was awaited above, and reconfigure(dp_size=...) may have come meanwhile.
+                # reconfigure(dp_size=...) may have run during the flush
                 is_held = self.core.in_flight.get(batch.step) is not None
                 if not is_held or len(batch.ranks) == self.core.config.dp_size:
                     return batch
@@ -80,7 +79,7 @@ class Shell(Puts):
             elif self.core.finished:
                 return None
             else:
-                # Nothing was awaited since the poll above, so what it saw still holds when the wait begins.
+                # no await since the poll above: its result still holds when the wait begins
                 await self.wait_for_batch()
 
     def acknowledge(self, step: int) -> None:
@@ -90,7 +89,7 @@ class Shell(Puts):
         self.changed()
 
     def worked_through(self, step: int) -> None:
-        """The trainer asks for more: it is through with this step, and may acknowledge it later."""
+        """The trainer has finished this step, and may acknowledge it later."""
         self.core.finish_training(step)
         self.changed()
 
@@ -108,15 +107,15 @@ class Shell(Puts):
         self.wake_consumer()
 
     def give_again(self, batch: Batch) -> None:
-        """A batch that was not taken: the next iteration gives it, unless it was acknowledged meanwhile."""
-        # acknowledged meanwhile, or planned again: then there is nothing to give
+        """Return a batch that was not taken: the next iteration gives it, unless it was acknowledged first."""
+        # an acknowledged step, or a new plan of it, leaves nothing to return
         if self.core.in_flight.get(batch.step) is batch:
             self.core.nack(batch.step, was_given=False)
         self.wake_consumer()
 
     @property
     def taker(self) -> Taker:
-        """Taker of batches now."""
+        """Current taker of batches."""
         if self.rank_states is not None:
             return "serve"
         if self.consumer_waits:
@@ -137,11 +136,11 @@ class Shell(Puts):
 
 
 def _warn_where_every_rank_balances(dp_size: int) -> None:
-    """A balancer of its own on each rank balances that rank's rollouts alone, and nobody trains on the rest."""
+    """Warn if each rank seems to run a balancer: a rank then trains on only a part of its rollouts."""
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return
-    # rank 0 is often the controller of all, and a dp_size above the world is that of other processes
+    # rank 0 may be the controller of all ranks; a dp_size above the world size counts processes outside this world
     if dist.get_rank() > 0 and 1 < dp_size <= dist.get_world_size():
         _log.warning(
             "rank %d iterates batches() of a balancer of its own, which plans for %d ranks. If every rank does, each "
@@ -157,7 +156,7 @@ _ONE_TRAINER = "One trainer iterates a balancer; to feed several ranks use serve
 
 
 class Batches:
-    """The iterator :meth:`StreamBalancer.batches` returns. A class, not a generator: cancelling it loses nothing."""
+    """The iterator of :meth:`StreamBalancer.batches`. A class, since a cancelled call of a generator would end it."""
 
     def __init__(self, consumer: Shell, *, auto_ack: bool) -> None:
         self._consumer, self._auto_ack = consumer, auto_ack
@@ -167,26 +166,26 @@ class Batches:
         return self
 
     async def __anext__(self) -> Batch:
-        """The next batch. If cancelled, none was taken."""
-        # first of all: if this call is cancelled, the next one must not acknowledge the step again
+        """The next batch. A cancelled call takes no batch."""
+        # first: after a cancel, the next call must not acknowledge the step again
         step, self._last_step = self._last_step, None
         if step is not None:
             (self._consumer.acknowledge if self._auto_ack else self._consumer.worked_through)(step)
         batch = await self._consumer.next_batch(self)
         if batch is None:
             raise StopAsyncIteration
-        # serve() acknowledges by what its ranks say
+        # under serve(), acknowledgements come from ranks
         if self._consumer.rank_states is None:
             self._last_step = batch.step
         return batch
 
     def give_back(self, batch: Batch) -> None:
-        """A batch that did not reach its consumer: the next iteration gives it. The blocking facade calls this after an
-        interrupt."""
+        """Return a batch that did not reach its consumer: the next iteration gives it. The blocking facade calls
+        this after an interrupt."""
         self._forget(batch.step)
         self._consumer.give_again(batch)
 
     def _forget(self, step: int) -> None:
-        """Asking for the next batch does not acknowledge this one."""
+        """Do not acknowledge this step with the next request."""
         if self._last_step == step:
             self._last_step = None

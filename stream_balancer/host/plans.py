@@ -19,16 +19,15 @@ def ids_of(batch: Batch) -> tuple[str, ...]:
 
 
 def is_remote(batch: Batch) -> bool:
-    """Some payloads are with their producers."""
+    """True if producers keep some payloads."""
     return any(isinstance(one, RemoteRollout) for one in batch.rollouts)
 
 
 def message_of(
     order: steps.ToProcess, ledger: Ledger, max_bytes: int, encoded: dict[tuple[int, int], Encoded]
 ) -> tuple[Message, Payload]:
-    """An order as a message, and its bytes. ``encoded``: by step and rank, the parts that were encoded in this turn,
-    since all processes of a rank get the same bytes. Copies no token. Raises ValueError for a part of more than
-    ``max_bytes``."""
+    """An order as a message with its bytes. ``encoded``: parts encoded in this turn, by step and rank: all processes of
+    a rank get the same bytes. Copies no token. Raises ValueError for a part of more than ``max_bytes``."""
     match order:
         case steps.Work():
             part: RankBatch = order.part
@@ -74,7 +73,7 @@ _last = 0
 
 def first_attempt(least: int) -> int:
     """A number above every attempt of earlier controllers: above ``least``, above every earlier call in this process,
-    and above the clock's milliseconds since 1970 with 20 bits for the attempts of one millisecond."""
+    and above the clock's milliseconds since 1970 times 2^20 (20 bits for the attempts of one millisecond)."""
     global _last
     _last = max(_last + (1 << 20), least, int(time.time() * 1000) << 20)
     return _last

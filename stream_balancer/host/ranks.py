@@ -1,7 +1,7 @@
-"""Ranks as ``serve`` sees them: connected processes, who may join, and when a lost rank is given up.
+"""Ranks as ``serve`` sees them: connected processes, admission of new processes, and the end of the wait for a rank.
 
-The ledger (:mod:`stream_balancer.steps.ledger`) knows what each rank holds of a step. A :class:`Member` adds what
-people and clocks need: names, connections, and the end of the wait for a lost rank. Belongs to the event loop.
+The ledger (:mod:`stream_balancer.steps.ledger`) knows the phase of each rank in a step. A :class:`Member` adds names,
+connections and deadlines. Belongs to the event loop.
 
 Example: ``rejoin_timeout_s=30``, and one of two processes of rank 3 dies at second 100. The rank is given up at second
 130, also if its second process dies at second 120.
@@ -28,14 +28,14 @@ from stream_balancer.wire.payload import reader
 
 logger = logging.getLogger("stream_balancer.dispatch")
 _KEEP_S = 60.0
-"""Seconds for which the replies to a rank's calls are kept after its connection broke."""
+"""Seconds that the replies to a rank's calls are kept after its connection broke."""
 _DIAL_S = 5.0
-"""A rank without a controller dials once a second: the least seconds that a new controller waits for it."""
+"""Least seconds that a new controller waits for a rank: a rank without a controller dials once a second."""
 _read = reader(About, "what a rank says of itself")
 
 
 class Arrival(msgspec.Struct):
-    """One process of a rank, from its join on."""
+    """One process of a rank that joined."""
 
     process: Process
     incarnation: int
@@ -78,17 +78,17 @@ class Member:
 
     @property
     def is_finished(self) -> bool:
-        """The rank has acknowledged every step, and needs no End: it got one, or it is lost."""
+        """The rank has acknowledged every step, and got its End or is lost."""
         return (self.rank.is_ended or (self.error is not None and not self.peers)) and not self.steps
 
     def note_readiness(self) -> None:
-        """Remember since when the rank has room for a step, or has none."""
+        """Remember when the rank got room for a step, or lost it."""
         is_ready = self._ledger.has_room(self.id)
         if is_ready != self._was_ready:
             self._was_ready, self.since = is_ready, anyio.current_time()
 
     def note_sent(self, order: ToProcess) -> None:
-        """Remember the newest step of the rank, for the error of its loss."""
+        """Remember the newest step sent to the rank, for the error of its loss."""
         if isinstance(order, Work):
             self.last_step = max(order.step, self.last_step or 0)
 
@@ -111,14 +111,14 @@ class Ranks(dict[int, Member]):
         self._ledger, self._rejoin_timeout_s = ledger, rejoin_timeout_s
         self._links = itertools.count()
         self.dp_size = dp_size
-        """Number of ranks that was asked for. A rank given up, or a rank in a free place, does not change it."""
+        """Number of ranks that the user wants. A rank given up, or a rank in a free place, does not change it."""
         known = {number for number, rank in ledger.ranks.items() if not rank.is_ended}
-        # The numbers of ranks that were given up stay free until a process joins with one of them.
+        # the number of a given-up rank stays free until a process joins with it
         given_up = {number for number, rank in ledger.ranks.items() if rank.is_given_up}
         there = sorted({*range(dp_size), *known} - given_up)
         self.want(there[:dp_size] or range(dp_size))
         self.num_places = max(dp_size, max(ledger.wanted) + 1)
-        """Ranks have numbers below this one. Some numbers are free: their ranks were given up."""
+        """Ranks have numbers below this one. The numbers of given-up ranks are free."""
 
     def __missing__(self, number: int) -> Member:
         member = self[number] = Member(self._ledger, number)
@@ -128,11 +128,11 @@ class Ranks(dict[int, Member]):
         """These ranks take part in the steps to come."""
         self._ledger.wanted = set(numbers)
         for number in self._ledger.wanted:
-            # serve() waits for a rank as soon as it is wanted
+            # create the member: serve() waits for a rank as soon as it is wanted
             self[number]
 
     def resize(self, dp_size: int) -> None:
-        """The next step is for ``dp_size`` ranks: the highest numbers leave, or free numbers are waited for."""
+        """The next step is for ``dp_size`` ranks: the highest numbers leave, or new ranks take free numbers."""
         self.dp_size = dp_size
         stay = sorted(self._ledger.wanted)[:dp_size]
         new = [number for number in range(dp_size) if number not in stay][: dp_size - len(stay)]
@@ -140,16 +140,16 @@ class Ranks(dict[int, Member]):
         self.num_places = max(self._ledger.wanted) + 1
         for member in self.values():
             if member.error is not None and not member.is_wanted:
-                # the place is gone, so the rank cannot come back to it
+                # the place no longer exists, so the rank cannot come back
                 member.give_up_at = anyio.current_time()
 
     def expect(self, numbers: Iterable[int]) -> None:
-        """These ranks belong to an earlier controller: each joins in time, or is given up like a lost rank."""
+        """Wait for ranks of an earlier controller: each joins in time, or is given up like a lost rank."""
         for number in numbers:
             self[number].give_up_at = anyio.current_time() + max(self._rejoin_timeout_s, _DIAL_S)
 
     def remove(self, member: Member) -> None:
-        """The rank was given up: refuse its processes that are still connected."""
+        """Remove a given-up rank: refuse its processes that are still connected."""
         for peer in member.peers.values():
             peer.fail(refused_error("value", f"{member.name} was given up, since others of its processes were lost"))
         member.peers.clear()
@@ -159,14 +159,14 @@ class Ranks(dict[int, Member]):
     # joins
 
     def admit(self, peer: Peer, join: Join) -> int:
-        """Let a process in. -> its incarnation. Raises RefusedError with the reason for a process that may not join,
-        WireError for a process that does not say what it is."""
+        """Let a process in. -> its incarnation. Raises RefusedError with the reason of a refusal, WireError for an
+        unreadable description."""
         about = _read(join.about)
         self._check_place(about, join.session)
         rank = self._ledger.ranks[about.rank]
         incarnation: int = about.incarnation
         if about.is_start:
-            # A new process in a known place is a new incarnation of the rank, whatever its launcher counts.
+            # a new process in a known place is a new incarnation of the rank, whatever its launcher counts
             is_known = about.seat in rank.seats or rank.is_ended
             incarnation = max(incarnation, rank.fenced + 1, rank.incarnation + is_known)
         process, link = Process(about.rank, about.seat), next(self._links)
@@ -189,8 +189,7 @@ class Ranks(dict[int, Member]):
     def _check_place(self, about: About, session: bytes) -> None:
         """Raise RefusedError unless the place exists and is free."""
         who, member, dp_size, places = f"rank {about.rank}", self[about.rank], self.dp_size, self.num_places
-        # Where ranks were given up, numbers reach further than their count. A feed may also have been opened under an
-        # earlier dp_size.
+        # after ranks were given up, numbers reach further than their count; a feed may also have an earlier dp_size
         if about.is_start and (about.dp_size not in (dp_size, places) or about.rank >= places):
             raise refused_error(
                 "value",
@@ -198,7 +197,7 @@ class Ranks(dict[int, Member]):
                 f"with ranks from 0 to {places - 1}. Give both the same number of data-parallel ranks",
             )
         rank, there = member.rank, member.peers.get(about.seat)
-        # The same session is the same process, whose connection broke.
+        # the same session is the same process after a broken connection
         is_other = there is not None and there.session != session and rank.incarnation == about.incarnation
         if member.peers and (is_other or rank.incarnation > about.incarnation):
             raise refused_error(
@@ -215,22 +214,22 @@ class Ranks(dict[int, Member]):
             )
 
     def attach(self, peer: Peer) -> Member:
-        """An admitted process is connected. -> its rank."""
+        """Connect an admitted process. -> its rank."""
         arrival: Arrival = peer.data
         number, seat = arrival.process
         member = self[number]
         member.peers[seat], member.since = peer, anyio.current_time()
         if member.rank.is_here:
-            # the wait ends once all processes of the rank are back
+            # the wait ends once all processes of the rank are connected
             member.error, member.give_up_at = None, math.inf
         peer.keep_s, peer.name = _KEEP_S, member.name
-        # A process in a free place takes part from the next plan on.
+        # a process in a free place takes part from the next plan on
         if number < self.num_places and not self._ledger.is_ended and not member.is_wanted:
             self.want({*self._ledger.wanted, number})
         return member
 
     def detach(self, peer: Peer, end: ConnectionEnd) -> Member | None:
-        """A process is gone, and may come back. -> its rank; None for a process that was superseded or given up."""
+        """Disconnect a process that may come back. -> its rank; None for a process that was superseded or given up."""
         arrival: Arrival = peer.data
         number, seat = arrival.process
         member = self[number]
@@ -246,14 +245,14 @@ class Ranks(dict[int, Member]):
         if is_ended and late:
             closed += f" without an acknowledgement of step {late[0]}"
         causes = {"closed": closed, "refused": f"it was refused: {end.text}"}
-        # the first cause is the one to name: others follow from it
+        # name the first cause: later ones follow from it
         member.error = member.error or member.lost(causes.get(end.kind, end.text))
         wait_s = self._rejoin_timeout_s if member.is_wanted else 0.0
         if wait_s > 0:
             logger.warning(
                 "%s was lost, and may come back within %g s: %s", member.name, wait_s, member.error.cause
             )  # fmt: skip
-        # The earliest time counts: the loss of a second process does not prolong the wait for the first.
+        # the earliest deadline counts: the loss of a second process does not prolong the wait for the first
         member.give_up_at = min(member.give_up_at, anyio.current_time() + wait_s)
         return member
 
@@ -261,12 +260,12 @@ class Ranks(dict[int, Member]):
 
     @property
     def connected(self) -> list[Member]:
-        """Ranks of which a process is connected, in order."""
+        """Ranks with a connected process, in order."""
         return [member for _, member in sorted(self.items()) if member.peers]
 
     @property
     def unfinished(self) -> list[Member]:
-        """Ranks that have not acknowledged every step, or got no End; in order."""
+        """Ranks, in order, with unacknowledged steps or without their End."""
         return [
             member
             for _, member in sorted(self.items())
@@ -276,10 +275,10 @@ class Ranks(dict[int, Member]):
         ]
 
     def next_to_give_up(self) -> tuple[float, Member]:
-        """The lost rank whose wait ends first, and when it ends. Of several, a rank with work that others must do."""
+        """The lost rank whose wait ends first, and that time. At equal times, a rank with unacknowledged steps."""
 
         def until(member: Member) -> tuple[float, bool]:
-            # a rank that has acknowledged every step need not come back after the end
+            # a rank that has acknowledged every step is not awaited after the end
             is_done = (self._ledger.is_ended or not member.is_wanted) and member.is_finished
             return math.inf if is_done else member.give_up_at, not member.steps
 

@@ -5,7 +5,7 @@
     async with sb.StreamBalancer(config) as balancer, anyio.create_task_group() as tasks:
         tasks.start_soon(sb.serve, balancer, "tcp://127.0.0.1:29400")
         ...                                        # await balancer.put(rollout), in rollout workers
-        balancer.end()                             # serve returns once every rank has acknowledged everything
+        balancer.end()                             # serve returns once every rank has acknowledged every step
 
 and on every rank, a process of its own::
 
@@ -16,14 +16,14 @@ and on every rank, a process of its own::
 Inside an initialised torch.distributed world (torchrun) ``RankFeed()`` and ``TorchTransport.in_world()`` meet in that
 world's store instead; the controller may be a thread of rank 0 that runs ``anyio.run(...)``.
 
-Tasks, and what each waits for::
+Tasks and their triggers::
 
-    attend       peers      joins, calls and reports of all peers become facts of the ledger
-    plan         room       a batch is asked for when every rank has room: until then the window stays full
-    act          facts      the ledger's orders are carried out; a lost rank is given up when its time is over
-    reporter     silence    a line in the log
+    attend       peers      turns joins, calls and reports of peers into facts of the ledger
+    plan         room       asks for a batch when every rank has room: until then the window stays full
+    act          facts      carries out the ledger's orders, and gives up a lost rank at the end of its wait
+    reporter     silence    writes a line to the log
 
-One class, :class:`Server`: facts go in by its methods, and ``_act`` carries the orders out, rows before messages.
+Class :class:`Server`: its methods take facts, and ``_act`` carries out orders, rows before messages.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ logger = logging.getLogger("stream_balancer.dispatch")
 
 OnRankLoss: TypeAlias = Literal["raise", "replan"]
 _LEAVE_S = 60.0
-"""Seconds for which serve() waits at the end for a feed that was neither iterated to its end nor closed."""
+"""Seconds that serve() waits at the end for feeds that are still open."""
 _MOST_NAMED = 5
 _NOT_BACK = "it did not come back after the controller was started again"
 
@@ -77,34 +77,34 @@ async def serve(
 ) -> None:
     """Deliver every batch of ``balancer`` to the ranks that connect to ``transport``, until ``batches()`` ends.
 
-    ``transport``: an address "tcp://host:port", at which this listens; or a :class:`TorchTransport`.
+    ``transport``: an address "tcp://host:port" to listen at, or a :class:`TorchTransport`.
 
-    Returns when every rank has acknowledged everything and was sent the end. A rank that is lost may come back within
-    ``rejoin_timeout_s`` (``math.inf`` = for ever) under a new incarnation, and gets the steps that its weights lack,
-    with the same plan. The default 0 raises at once: without an elastic launcher no rank would come back. A rank that
-    was lost before ``serve`` began is waited for without limit, like a rank that has not come yet; with ``"replan"``
-    for ``rejoin_timeout_s``, 5 s at least.
+    ``serve`` returns when every rank has acknowledged every step and was sent the end. A lost rank may come back within
+    ``rejoin_timeout_s`` seconds (``math.inf`` = for ever) under a new incarnation, and gets the steps that its weights
+    lack, with the same plan. The default 0 raises without a wait: only an elastic launcher restarts ranks. ``serve``
+    waits without limit for ranks that were lost before it began or have not come yet; with ``"replan"`` it waits
+    ``rejoin_timeout_s`` for the former, 5 s at least.
 
-    ``on_rank_loss="replan"`` gives up a rank that has not come back in that time: the others get a new plan of each
-    unfinished step, and compute the whole step again. The next batch is for one rank fewer, and for one more once the
-    lost rank joins again. The last rank's loss is raised. See docs/elastic.md.
+    ``on_rank_loss="replan"`` gives up a rank that has not come back in that time: the remaining ranks get a new plan of
+    each unfinished step, and compute the whole step again. Example: of 8 ranks 7 go on, and 8 again once the lost rank
+    joins. The loss of the last rank raises. See docs/elastic.md.
 
-    ``"replan"`` is for ranks that call ``step.finish()``, and ``step.failed()`` after a failed collective. Raises
-    ConfigError for what docs/tuning.md lists.
+    ``"replan"`` requires ranks to call ``step.finish()``, and ``step.failed()`` after a failed collective. Raises
+    ConfigError for the combinations in docs/tuning.md.
 
-    You may acknowledge too, with ``balancer.acknowledge_through(step)`` at a checkpoint: what ranks report of these
-    steps later changes nothing, and a rank that comes back does not get them again.
+    ``balancer.acknowledge_through(step)`` acknowledges from the controller, at a checkpoint: later reports of these
+    steps change nothing, and a rank that comes back does not get them again.
 
-    When nothing was dispatched for the balancer's ``report_after_s``, a warning in the log says why: which rank gives
-    no credit, or how many rollouts wait for what; again after twice that time, and so on.
+    After the balancer's ``report_after_s`` without a dispatch, a warning in the log names the cause: ranks without
+    room, or the number of rollouts that wait and their obstacle. The warning repeats after twice that time, and so on.
 
-    Another ``dp_size`` (:meth:`StreamBalancer.reconfigure`) holds from the next batch on. A rank that is no more does
-    what it was given, and its iteration ends; a new one is waited for. See docs/elastic.md.
+    A new ``dp_size`` (:meth:`StreamBalancer.reconfigure`) applies from the next batch on. A leaving rank finishes its
+    steps, then its iteration ends; ``serve`` waits for a new rank. See docs/elastic.md.
 
-    If ``serve`` is cancelled or raises, nothing is lost: what was not acknowledged stays in flight in the balancer, and
-    the next ``serve`` delivers it again. Raises ValueError at once if ``transport`` is for another number of ranks than
-    ``balancer``; AlreadyInUseError while another ``serve`` delivers its batches; RankLostError, naming rank, step and
-    cause.
+    Nothing is lost if ``serve`` is cancelled or raises: unacknowledged steps stay in flight in the balancer, and the
+    next ``serve`` delivers them again. Raises ValueError before it starts if ``transport`` has another number of ranks
+    than ``balancer``; AlreadyInUseError while another ``serve`` delivers its batches; RankLostError, naming rank, step
+    and cause.
     """
     if not rejoin_timeout_s >= 0:
         raise ValueError(f"rejoin_timeout_s must be >= 0 (math.inf = wait for ever), not {rejoin_timeout_s}")
@@ -119,7 +119,7 @@ async def serve(
         )
     config = balancer.config
     if on_rank_loss == "replan" and (mini := config.mini_batches) > 1:
-        # the constructor of the balancer cannot check it: options of serve() are not known there
+        # the constructor of the balancer cannot check this: it does not know the options of serve()
         raise ConfigError(
             f"on_rank_loss='replan' with mini_batches={mini}: ranks meet several times in a step, and what "
             "changes hands in between cannot join the meetings that are over. Leave one of them out"
@@ -148,7 +148,7 @@ class ReportedTimes(NamedTuple):
 
 
 class _Changes(Observer):
-    """What the user changes while ``serve`` runs."""
+    """Changes that the user makes while ``serve`` runs."""
 
     def __init__(self, wake: Callable[[], None], resize: Callable[[], None]) -> None:
         self._wake, self._resize = wake, resize
@@ -159,7 +159,7 @@ class _Changes(Observer):
         self._wake()
 
     def reconfigured(self, before: BalancerConfig) -> None:
-        # at once: new ranks may join as soon as reconfigure() returns
+        # without delay: new ranks may join as soon as reconfigure() returns
         self._resize()
         self._wake()
 
@@ -168,7 +168,7 @@ class _Changes(Observer):
 
 
 class Server(Host):
-    """One run of ``serve``: facts of peers and of the user go in, orders of the ledger are carried out."""
+    """One run of ``serve``: takes facts from peers and from the user, and carries out the ledger's orders."""
 
     def __init__(
         self, balancer: StreamBalancer, transport: Transport, rejoin_timeout_s: float, *, meets: Meets
@@ -179,9 +179,9 @@ class Server(Host):
         self._changes = _Changes(self._wake, self._resize)
         self._failure: Exception | None = None
         self._ready_s: dict[int, dict[int, float]] = {}
-        """By step: seconds for which each rank had had room when the step was planned."""
+        """Seconds that each rank had had room when a step was planned, by step."""
         self._trained: set[int] = set()
-        """Steps that the weights of all their ranks contain."""
+        """Steps that are in the weights of all their ranks."""
         self._slow: tuple[int, int] | None = None  # rank and first step of the straggler that was logged
         self._lost_from = -1  # first of the lost steps that were logged
         self._is_over = False
@@ -196,7 +196,7 @@ class Server(Host):
             peers=[PeerRow(one.rank, one.incarnation, one.seats, one.fenced, one.ended) for one in self._handed.peers],
         )
         self._ranks = Ranks(self._ledger, transport.dp_size, rejoin_timeout_s)
-        # Ranks of steps in flight, and members of a run that goes on without a lost rank, come back or are given up.
+        # Expect back: with "replan" earlier members and ranks that owe a step, otherwise owing ranks not wanted now.
         owe = {rank for row in plans for rank in row.parts}
         came = {one.rank for one in self._handed.peers if one.incarnation >= 0 and not one.ended}
         lost = (came & self._ledger.wanted) | owe if meets is not Meets.OWN else owe - self._ledger.wanted
@@ -210,7 +210,7 @@ class Server(Host):
         rows = []
         for batch in self._core.in_flight.batches():
             found = self._handed.attempt(batch.step)
-            # without a row of its attempt, no rank was given the step
+            # without a row of its attempt, the step was given to no rank
             if found is None or len(found.ranks) != len(batch.ranks):
                 found = Attempt(batch.step, 0, [*range(len(batch.ranks))])
             parts = dict(zip(found.ranks, batch.ranks, strict=True))
@@ -221,13 +221,13 @@ class Server(Host):
         """Serve until ``batches()`` ends and every rank has left."""
         shell, reporter, observers = self._shell, self._shell.reporter, self._balancer.observers
         before = reporter.why, reporter.log
-        # from here on nack() is refused, and why_no_batch() knows of the ranks
+        # setting rank_states refuses nack(), and shows the ranks to why_no_batch()
         reporter.why, reporter.log = partial(why_stalled, self._balancer, self._ledger, self._ranks), logger
         shell.rank_states = self._ranks.states
         observers.append(self._changes)
         try:
             async with anyio.create_task_group() as tasks:
-                # nobody sets this event: the reporter waits as long as serve runs
+                # this event is never set: the reporter runs until serve() ends
                 tasks.start_soon(reporter.wait, anyio.Event())
                 for job in (partial(self._producers.attend, self), self._act):
                     tasks.start_soon(self._or_fail, job, tasks)
@@ -241,7 +241,7 @@ class Server(Host):
             raise self._failure
 
     async def _or_fail(self, job: Callable[[], Awaitable[None]], tasks: anyio.abc.TaskGroup) -> None:
-        """An error of one task ends all, and is raised by ``serve`` as it is, not in a group."""
+        """Run a task. Its error cancels all tasks, and ``serve`` raises it without a group."""
         try:
             await job()
         except Exception as error:  # noqa: BLE001 - raised by run()
@@ -249,23 +249,23 @@ class Server(Host):
             tasks.cancel_scope.cancel()
 
     def _leave(self) -> None:
-        """Unless all is over, ranks see a loss and may join the next ``serve``. Producers stay: their puts go on."""
+        """Disconnect ranks: before the end as a loss, so that they join the next ``serve``. Producers stay."""
         for peer in [peer for member in self._ranks.connected for peer in member.peers.values()]:
             if self._is_over:
-                # the news of the end arrives before
+                # End arrives before this close
                 peer.close("all is done")
             else:
                 peer.abort()
         self._handed.end()
 
     def _wake(self) -> None:
-        """New facts are there."""
-        # replaced, not cleared: a task on the old event wakes, a later task waits for the next fact
+        """Wake the tasks that wait for facts."""
+        # a new event, not clear(): tasks on the old event must wake, later tasks must wait
         self._facts.set()
         self._facts = anyio.Event()
 
     async def _until(self, condition: Callable[[], object]) -> None:
-        """The condition may hold after each turn of ``_act``."""
+        """Wait for the condition. Test it after each turn of ``_act``."""
         while not condition():
             await self._acted.wait()
 
@@ -273,7 +273,7 @@ class Server(Host):
 
     async def _plan(self) -> None:
         batches = self._shell.iterate(auto_ack=False)
-        # batches in flight are the ledger's already
+        # the ledger already has the batches in flight
         while self._core.give_as_planned() is not None:
             pass
         while await self._next_step(batches):
@@ -295,11 +295,8 @@ class Server(Host):
         self._is_over = True
 
     async def _next_step(self, batches: Batches) -> bool:
-        """Ask for a batch once every rank has room. False: no more come.
-
-        As late as possible: until then rollouts stay in the window, where later ones may still make a better step.
-        """
-        # after a restart, ranks may have left that know the end
+        """Ask for a batch once every rank has room: until then, new rollouts widen the choice. False at the end."""
+        # after a restart, ranks that were told of the end may be gone: `finished` ends the wait for them
         await self._until(lambda: self._ledger.wants_step() or self._core.finished)
         ready_at = anyio.current_time()
         batch = await anext(batches, None)
@@ -307,7 +304,7 @@ class Server(Host):
             return False
         ledger, ranks = self._ledger, self._ledger.members()
         self._ready_s[batch.step] = {one: max(ready_at - self._ranks[one].since, 0.0) for one in ranks}
-        # a rank may have left between its last report and this batch: then the ledger asks for another layout
+        # a rank may have left while the batch was planned: without parts the ledger asks for another layout
         parts = dict(zip(ranks, batch.ranks, strict=True)) if len(ranks) == len(batch.ranks) else None
         ledger.planned(ids_of(batch), remote=is_remote(batch), parts=parts)
         for member in self._ranks.values():
@@ -316,7 +313,7 @@ class Server(Host):
         return True
 
     def _lay_out(self, step: int, rollouts: Iterable[str], ranks: list[int]) -> dict[int, RankBatch]:
-        """Parts of another attempt of a step, for the ledger."""
+        """Parts of a new attempt of a step."""
         missing = {*ids_of(self._core.in_flight.planned(step)[0])}.difference(rollouts)
         self._core.mark_missing(step, missing)
         return dict(zip(ranks, self._core.replan(step, len(ranks)).ranks, strict=True))
@@ -324,7 +321,7 @@ class Server(Host):
     # facts of peers
 
     def admit(self, peer: Peer, join: Join) -> Any:
-        """See :class:`Host`, as all that follow."""
+        """See :class:`Host`, also for the next methods."""
         if join.kind == "producer":
             return self._producers.admit(peer, join)
         if join.kind != "rank":
@@ -340,7 +337,7 @@ class Server(Host):
         self._follow_ranks()
         self._producers.tell_version(peer)
         if not peer.data.is_start:
-            # a new process says that its weights are in use when it asks for its first step
+            # a new process confirms its weights later, when it asks for its first step
             self._note_trained()
         member.note_readiness()
         self._wake()
@@ -356,7 +353,7 @@ class Server(Host):
             self._producers.on_gone(peer, end)
 
     def on_report(self, peer: Peer, report: Report) -> None:
-        """Raises WireError or RefusedError for what the rank cannot mean: its connection ends."""
+        """Raises WireError or RefusedError for an impossible report: the connection ends."""
         arrival: Arrival = peer.data
         process, link, ledger = arrival.process, arrival.link, self._ledger
         member = self._ranks[process.rank]
@@ -386,7 +383,7 @@ class Server(Host):
         self._wake()
 
     def _miss(self, process: Process, link: int, report: Report) -> None:
-        """Payloads are gone with their producer: logged here, counted with the acknowledgement of the step."""
+        """Log payloads that were lost with their producer. The acknowledgement of the step counts them."""
         causes: dict[str, str] = _read(report, dict[str, str])
         step, batch = self._ledger.steps.get(report.step), self._core.in_flight.get(report.step)
         if step is None or batch is None or step.attempt != report.attempt:
@@ -404,7 +401,7 @@ class Server(Host):
             )  # fmt: skip
 
     def _record(self, process: Process, report: Report) -> None:
-        """Times of a finished step, once for all processes of a rank: they work at the same time."""
+        """Record times of a finished step, from seat 0 only: the processes of a rank work at the same time."""
         times: ReportedTimes | None = _read(report, ReportedTimes | None)
         step = self._ledger.steps.get(report.step)
         if times is None or step is None or process.seat or step.attempt != report.attempt:
@@ -422,14 +419,14 @@ class Server(Host):
     def _note_trained(self) -> None:
         for number in self._ledger.steps:
             if number not in self._trained and self._ledger.is_trained(number):
-                # with the last rank's, another step may leave that is as old
+                # the step no longer counts against max_versions: another step of the same age may leave
                 self._trained.add(number)
                 self._shell.worked_through(number)
 
     # orders
 
     async def _act(self) -> None:
-        """Carry out what follows from facts, until cancelled. Raises a lost rank's error once its time is over."""
+        """Carry out the ledger's orders until cancelled. Raises the error of a lost rank at the end of its wait."""
         while True:
             facts = self._facts
             while orders := self._orders():
@@ -444,26 +441,26 @@ class Server(Host):
                 await facts.wait()
 
     def _orders(self) -> list[steps.Order]:
-        """Orders of this turn, after what the user has changed."""
+        """Orders of this turn, after the user's acknowledgements."""
         acknowledged, self._changes.acknowledged_steps = self._changes.acknowledged_steps, set()
-        # an acknowledgement that the ledger itself has ordered comes back here
+        # acknowledgements that the ledger ordered are observed too: keep only steps that it still has
         self._ledger.acknowledged_by_user(acknowledged & self._ledger.steps.keys())
         return self._ledger.orders()
 
     def _resize(self) -> None:
-        """More ranks, or fewer, take part once the user has said so."""
+        """Apply the user's ``dp_size`` to ledger and transport."""
         dp_size = self._balancer.config.dp_size
         if dp_size != len(self._ledger.wanted):
             self._ranks.resize(dp_size)
             self._transport.resize(self._ranks.num_places)
 
     def _follow_ranks(self) -> None:
-        """The balancer plans for the ranks that take part from now on."""
+        """Apply the number of ranks that take part to the balancer's ``dp_size``."""
         if self._balancer.config.dp_size != len(self._ledger.wanted):
             self._balancer.reconfigure(dp_size=len(self._ledger.wanted))
 
     async def _carry_out(self, orders: list[steps.Order]) -> None:
-        """Rows first. Raises what :func:`encode` does, for work that no rank can be sent."""
+        """Write rows, then send messages. Raises like :func:`encode` for work that cannot be sent."""
         is_news, sends = False, list[tuple[steps.ToProcess, Peer | None]]()
         for order in orders:
             match order:
@@ -477,14 +474,14 @@ class Server(Host):
             await self._handed.flush()
         encoded: dict[tuple[int, int], Encoded] = {}
         for to_process, peer in sends:
-            # another process may have joined in this place while the disk was awaited: its join has new orders
+            # skip a process that was replaced while the disk was awaited: its successor's join has new orders
             if peer is not None and self._peer(to_process.to) is peer:
                 self._warn_of_loss(to_process)
                 peer.send(*message_of(to_process, self._ledger, peer.data.max_batch_bytes, encoded))
                 self._ranks[to_process.to.rank].note_sent(to_process)
 
     def _warn_of_loss(self, order: steps.ToProcess) -> None:
-        """All ranks went back to a checkpoint from before steps that were acknowledged."""
+        """Warn once if all ranks went back to a checkpoint that is older than acknowledged steps."""
         if isinstance(order, steps.Work) and self._ledger.steps[order.step].is_lossy:
             first = self._ledger.ranks[order.to.rank].seats[order.to.seat].weights.next_step
             if first > self._lost_from:
@@ -502,17 +499,17 @@ class Server(Host):
         if isinstance(row, PeerRow):
             return self._handed.note(PeerFact(row.rank, row.incarnation, row.seats, row.fenced, row.ended))
         batch = self._core.in_flight.get(row.step)
-        # in one transaction with its layout: an old layout under a new number would mix two plans
+        # one transaction with its layout: an old layout under a new number would mix two plans
         layout = [] if batch is None else [plan_of(batch, self._core.in_flight.left_out(row.step))]
         return self._handed.note(Attempt(row.step, row.attempt, [*row.parts]), *layout)
 
     def _release(self, order: steps.Release) -> None:
-        """A step is over."""
+        """End a step: count its lost rollouts and acknowledge it."""
         step, batch = order.step, self._core.in_flight.get(order.step)
         self._ready_s.pop(step, None)
         self._trained.discard(step)
         if batch is None:
-            # the user was first: acknowledge_through() at a checkpoint
+            # the user acknowledged first: acknowledge_through() at a checkpoint
             self._handed.forget(step)
             return
         found = self._handed.attempt(step)
@@ -524,15 +521,15 @@ class Server(Host):
         self._handed.forget(step)
         straggler = self._balancer.straggler()
         slow = None if straggler is None else (straggler.rank, straggler.since_step)
-        # once for each
+        # one warning for each straggler
         if slow is not None and slow != self._slow:
             logger.warning("%s", straggler)
         self._slow = slow
 
     def _give_up(self, lost: Member) -> None:
-        """A rank has not come back in time: the others go on without it, if they can."""
+        """Give up a rank at the end of its wait: replan its steps for the remaining ranks, or raise its error."""
         ledger, error = self._ledger, lost.error or lost.lost(_NOT_BACK)
-        # it may have left after an End that a crash forgot: there is nothing that others must do
+        # the rank may have left after an End that a crash lost: no step remains to be done
         if ledger.is_ended and not ledger.steps:
             lost.error, lost.give_up_at = error, float("inf")
             return

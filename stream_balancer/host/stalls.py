@@ -1,4 +1,4 @@
-"""Why ``serve`` has not planned a step for long, in one line for the log: the ranks that others wait for."""
+"""Log line for a ``serve`` that has planned no step for long: the ranks that keep it waiting."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from stream_balancer.steps.ledger import Ledger
 
 
 def why_stalled(balancer: StreamBalancer, ledger: Ledger, ranks: Ranks, seconds: float) -> str:
-    """A line that names the missing ranks, after so many seconds without a step."""
+    """A line that names the missing ranks, after ``seconds`` without a step."""
     if ledger.is_ended:
         return f"all batches were sent {seconds:.0f} s ago; not yet done with them: {_why_not_done(ranks)}"
     reasons = [why_ranks_wait(ranks.states()), _why_step_waits(ledger), balancer.why_no_batch()]
@@ -17,12 +17,12 @@ def why_stalled(balancer: StreamBalancer, ledger: Ledger, ranks: Ranks, seconds:
 
 
 def _why_not_done(ranks: Ranks) -> str:
-    """Ranks that the end waits for, and what to do about a rank that may have left for good."""
+    """Ranks that the end waits for, and the remedy for a rank that may have left for ever."""
     left = ranks.unfinished or ranks.connected
-    # a rank that has not acknowledged keeps the others: it is named alone
+    # a rank that has not acknowledged keeps the other ranks, so name only such ranks
     late = [member for member in left if member.steps] or left
     names = ", ".join(member.name for member in late)
-    # an earlier controller may have died with an acknowledgement that was not on the disk
+    # an earlier controller may have died before an acknowledgement was on the disk
     away = [member for member in late if member.steps and not member.peers]
     if not away:
         return names
@@ -34,7 +34,7 @@ def _why_not_done(ranks: Ranks) -> str:
 
 
 def _why_step_waits(ledger: Ledger) -> str:
-    """Ranks that the oldest step waits for; later steps wait for it."""
+    """Ranks that the oldest step waits for; later steps wait for that step."""
     if not ledger.steps:
         return ""
     oldest = min(ledger.steps)

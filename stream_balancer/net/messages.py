@@ -1,13 +1,13 @@
-"""Every message, one tag each. C controller, R rank, P producer, O owner of payloads.
+"""All messages, one tag each. C controller, R rank, P producer, O owner of payloads.
 
 ::
 
     frame    12 bytes (magic, size, crc32) | envelope in msgpack | bytes, if they travel on the socket
     envelope [message, total, runs, via, where]
 
-``total`` is the memory that the message's payload needs at the receiver, ``runs`` are the parts of it that come now
-(offset, size, offset, size, ...; the rest are holes that the receiver fetches), ``via`` is the mover that brings them
-and ``where`` what that mover needs to know. Pure: no socket, clock or thread.
+``total`` is the memory in bytes that the payload needs at the receiver, ``runs`` are its parts that come now (offset,
+size, offset, size, ...; the receiver fetches the holes between them), ``via`` is the mover that brings them and
+``where`` the mover's arguments. Pure: no socket, clock or thread.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from stream_balancer.wire.payload import reader
 
 PROTOCOL = 5
 MAX_MESSAGE_BYTES = 2**26
-# lists of a message are bounded, so that decoding one cannot take memory without end
+# lists of a message are bounded, so that decoding takes bounded memory
 MAX_ENTRIES = 2**18
 SMALL = 2**16
-"""Bytes that are sent in the thread that asks, if nothing else is on its way. Many at a time go together, which costs
-fewer wake-ups."""
+"""Most bytes that the asking thread sends itself if no other call is open. Grouped messages cost fewer wake-ups."""
 CALL_BYTES = 512
 """Bytes that a call without payload counts for."""
 SOCKET = 0
@@ -49,7 +48,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class Hello(Message, frozen=True, tag=1):
-    """Joiner: the first message. Nothing else is read before the proofs."""
+    """Joiner: the first message. The acceptor reads nothing more before the proofs."""
 
     protocol: int
     nonce: Small
@@ -63,20 +62,20 @@ class Challenge(Message, frozen=True, tag=2):
 
 
 class Join(Message, frozen=True, tag=3):
-    """Joiner: its proof, who it is, and which movers it knows."""
+    """Joiner: its proof, kind, name and movers."""
 
     proof: Small
     kind: Name
     name: Name
     session: Small
-    """Random, and the same whenever this one joins again."""
+    """Random, and the same at each join of this process."""
     movers: Annotated[tuple[Name, ...], _FEW] = ()
     about: msgspec.Raw = NIL
-    """Facts that its kind tells of itself: a rank's number, world size, room, and the steps that it has."""
+    """Facts of the joiner's kind: a rank's number, world size, room, and steps."""
 
 
 class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Facts that a process of a rank tells of itself when it joins."""
+    """Facts about a process of a rank when it joins."""
 
     rank: Count
     dp_size: int
@@ -86,8 +85,8 @@ class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seats: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
     max_batch_bytes: Count = 2**32
     weights: tuple[Count, Count] = (0, 0)
-    """The weights contain all steps before the first number; the second is the attempt of the last step (0: not said).
-    """
+    """The weights contain all steps before the first number; the second is the attempt of the last step (0:
+    unknown)."""
     acked: Annotated[int, msgspec.Meta(ge=-1)] = -1
     """Saved weights contain all steps up to this one."""
     holds: dict[int, tuple[Count, Annotated[int, msgspec.Meta(ge=0, le=5)]]] = {}
@@ -108,7 +107,7 @@ class Admitted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Welcome(Message, frozen=True, tag=4):
-    """Acceptor: come in. The limits of the calls, and the movers that both know."""
+    """Acceptor: you are admitted. The limits of calls, and the movers that both ends know."""
 
     staged_bytes: Count = 64 * 2**20
     max_call_bytes: Count = 2**30
@@ -120,7 +119,7 @@ class Welcome(Message, frozen=True, tag=4):
 
 
 class Refused(Message, frozen=True, tag=5):
-    """Either end, at any time: no, and why. The connection ends."""
+    """Either end, at any time: refusal and its reason. The connection ends."""
 
     reason: RefusalReason
     text: Text
@@ -133,21 +132,21 @@ class Close(Message, frozen=True, tag=6):
 
 
 class MoverNote(Message, frozen=True, tag=7):
-    """Either end: what one end of a mover tells the other (addresses, a probe, memory that is free again)."""
+    """Either end: a note from one end of a mover to its other end (addresses, a probe, free memory)."""
 
     mover: Count
     body: Annotated[bytes, _MANY]
 
 
 class Work(Message, frozen=True, tag=10):
-    """C to R: a rank's part of one attempt of a step, and the bytes that the controller has of it."""
+    """C to R: a rank's part of one attempt of a step, and the bytes of it that the controller has."""
 
     step: Count
     attempt: Count
     ranks: Counts
     """Ranks of the attempt, ascending."""
     place: Count
-    """Place of this rank among them."""
+    """Place of this rank among ``ranks``."""
     needs_commit: bool
     """Report READY, and meet after Commit."""
     load: float
@@ -156,7 +155,7 @@ class Work(Message, frozen=True, tag=10):
     """Numbers that all ranks divide by."""
     mini_batches: Annotated[tuple[MiniBatchSize, ...], _MANY] = ()
     header: msgspec.Raw = NIL
-    """As :mod:`stream_balancer.wire.codec` writes it: a block for each micro-batch."""
+    """Header as :mod:`stream_balancer.wire.codec` writes it: a block for each micro-batch."""
 
 
 class Commit(Message, frozen=True, tag=12):
@@ -169,7 +168,7 @@ class Commit(Message, frozen=True, tag=12):
 
 
 class Notify(Message, frozen=True, tag=13):
-    """C to R, C to P: a policy version is in force; there is no more; payloads that nobody needs any more."""
+    """C to R, C to P: a policy version is in force; the end; payloads that no rank needs any more."""
 
     version: int | None = None
     end: bool = False
@@ -183,7 +182,7 @@ class Report(Message, frozen=True, tag=14):
     step: Count = 0
     attempt: Count = 0
     about: msgspec.Raw = NIL
-    """Further content of the fact: times of a finished step, causes by id of missing rollouts."""
+    """Details of the fact: times of a finished step, causes by id of missing rollouts."""
 
 
 class Behind(Message, frozen=True, tag=15):
@@ -203,7 +202,7 @@ class Drop(Message, frozen=True, tag=17):
 
 
 class Call(Message, frozen=True, tag=20):
-    """P or R to C, R to O: please do this. Numbered from 0, without gaps; bytes may follow."""
+    """P or R to C, R to O: a request. Numbered from 0, without gaps; bytes may follow."""
 
     number: Count
     seen: Count
@@ -213,13 +212,13 @@ class Call(Message, frozen=True, tag=20):
 
 
 class Cancel(Message, frozen=True, tag=21):
-    """The caller: not any more. The call still gets its one reply."""
+    """The caller withdraws its call. The call still gets its one reply."""
 
     number: Count
 
 
 class Reply(Message, frozen=True, tag=22):
-    """The one reply. ``error`` is empty, or the kind of error and ``value`` its text. Bytes may follow."""
+    """The one reply to a call. ``error`` is empty, or the kind of error and ``value`` its text. Bytes may follow."""
 
     number: Count
     value: msgspec.Raw = NIL
@@ -233,7 +232,7 @@ AnyMessage: TypeAlias = (
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A message, and where its bytes are."""
+    """A message, and the location of its bytes."""
 
     message: AnyMessage
     total: Count = 0
@@ -242,7 +241,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True, gc=False):
     where: Annotated[tuple[Count, ...], _FEW] = ()
 
 
-# little-endian on every machine, and fixed: read before anything else is known
+# little-endian on every machine, and fixed, since the receiver reads this first
 _HEADER = struct.Struct("<4sII")
 _MAGIC = b"sbn\x01"
 HEADER_BYTES = _HEADER.size
@@ -252,15 +251,15 @@ _encoder, _read = msgspec.msgpack.Encoder(), reader(Envelope, "a message")
 def frame(message: Message, total: int = 0, runs: Sequence[int] = (), via: int = 0, where: Sequence[int] = ()) -> bytes:
     """Header and envelope."""
     body = _encoder.encode((message, total, runs, via, where))
-    # said here, where the caller is known: the receiver would end the connection
+    # raised here, where the caller is known: the receiver would end the connection
     if len(body) > MAX_MESSAGE_BYTES:
         raise ValueError(f"a {type(message).__name__} message of {len(body)} bytes; at most {MAX_MESSAGE_BYTES}")
     return _HEADER.pack(_MAGIC, len(body), zlib.crc32(body)) + body
 
 
 def read_header(raw: memoryview | bytes, most: int = MAX_MESSAGE_BYTES) -> tuple[int, int]:
-    """Bytes of the envelope, and their checksum."""
-    # the magic first: whatever else listens or knocks is told apart by it
+    """Size of the envelope in bytes, and its checksum."""
+    # the magic first: it tells other programs' bytes apart
     magic, size, crc = _HEADER.unpack(raw)
     if magic != _MAGIC:
         raise WireError("not a message of this protocol")
@@ -271,8 +270,8 @@ def read_header(raw: memoryview | bytes, most: int = MAX_MESSAGE_BYTES) -> tuple
 
 
 def read_envelope(body: memoryview | bytes, crc: int) -> Envelope:
-    """The message, and where its bytes are. Raises WireError for anything else."""
-    # a fault of a program or of memory, not of a thief: the handshake has proven who sends
+    """The message, and the location of its bytes. Raises WireError for any other content."""
+    # a checksum against faults of programs or memory, not attacks: the handshake has authenticated the sender
     if zlib.crc32(body) != crc:
         raise WireError("the checksum of a message is wrong")
     envelope: Envelope = _read(body)
@@ -283,12 +282,12 @@ def read_envelope(body: memoryview | bytes, crc: int) -> Envelope:
 
 
 def check_runs(total: int, runs: Sequence[int]) -> None:
-    """Raise WireError unless they are ascending parts of ``total`` bytes."""
+    """Raise WireError unless the runs are ascending parts of ``total`` bytes."""
     if len(runs) % 2:
         raise WireError("half a run")
     at = 0
     for offset, size in zip(runs[::2], runs[1::2], strict=True):
-        # ascending and apart, so that no byte is written twice and none beyond the memory
+        # ascending and disjoint, so that no byte is written twice or beyond the memory
         if offset < at or size < 1 or offset + size > total:
             raise WireError(f"a run of {size} bytes at {offset} of {total}")
         at = offset + size

@@ -3,8 +3,8 @@
 ::
 
     decoded = decode(header, memory)    micro-batches for this rank
-    decoded.mask(gone)                  rollouts that nobody can have: weight 0
-    decoded.holes()                     what is to be fetched, and where it goes; see client.payloads
+    decoded.mask(gone)                  lost rollouts: weight 0
+    decoded.holes()                     payloads to be fetched, and their places; see client.payloads
     decoded.move(copy)                  to the trainer's device
     decoded.micro_batches               for the trainer
 """
@@ -41,21 +41,21 @@ from stream_balancer.wire.remote import Handle, Leases, RemoteRollout
 
 
 class Wanted(NamedTuple):
-    """A rollout whose bytes are to be fetched."""
+    """A rollout whose bytes must be fetched."""
 
     rollout_id: str
     owner: Owner
     key: int
     places: list[memoryview]
-    """Where it goes, in the order of :func:`~stream_balancer.wire.encode.payload_of`."""
+    """Destinations, in the order of :func:`~stream_balancer.wire.encode.payload_of`."""
 
     @property
     def num_bytes(self) -> int:
         return sum(map(len, self.places))
 
     def fill(self, pieces: Iterable[memoryview]) -> None:
-        """Copy pieces to the places, one after the other, wherever the owner has cut them. Raises WireError if they are
-        not as many bytes."""
+        """Copy pieces to the places in sequence; the owner may cut them anywhere. Raises WireError for a wrong total of
+        bytes."""
         left = [piece for piece in reversed(list(pieces)) if piece]
         found = sum(map(len, left))
         if found != self.num_bytes:
@@ -71,25 +71,25 @@ class Wanted(NamedTuple):
                     left.append(piece[size:])
 
 
-# fields of a rollout, as lists_of has them
+# fields of a rollout, in the order of lists_of()
 _FIELDS = "rollout_id", "num_tokens", "num_loss_tokens", *PER_ROLLOUT
 
 
 def decode(header: msgspec.Raw | bytes, memory: Memory | None) -> Decoded:
-    """Result of :func:`~stream_balancer.wire.encode.encode`, as views of ``memory``. Values are trusted, since they
-    were checked when they were put; sizes are not. Raises WireError for anything that encode would not have made.
-    O(columns x blocks + rollouts)."""
+    """Micro-batches of an encoded message (see :func:`~stream_balancer.wire.encode.encode`), as views of ``memory``.
+    Sizes are checked; values are trusted, since the put checked them. Raises WireError for a header that encode cannot
+    make. O(columns x blocks + rollouts)."""
     return Decoded(read_header(header), memory)
 
 
 class Decoded:
-    """Micro-batches in memory that was received."""
+    """Micro-batches in received memory."""
 
     def __init__(self, header: Header, memory: Memory | None, *, elsewhere: bool = False) -> None:
-        """``elsewhere``: none of the bytes is here, and tensors are on the meta device."""
+        """``elsewhere``: no byte is in this process, and tensors are on the meta device."""
         size = MAX_BYTES if elsewhere else 0 if memory is None else memory.size
         self._header, self._layout = header, lay_out(header, size)
-        # exactly as many: more would be memory that a peer has had allocated for nothing
+        # an exact match: a peer could otherwise make this process allocate unused memory
         if not elsewhere and self._layout.total_bytes != size:
             raise WireError(f"a header describes {self._layout.total_bytes} bytes, but {size} came")
         self._elsewhere = elsewhere
@@ -104,23 +104,23 @@ class Decoded:
 
     @property
     def ids(self) -> Sequence[str]:
-        """Names of all rollouts."""
+        """Ids of all rollouts."""
         return self._header.ids
 
     @property
     def num_rollouts(self) -> tuple[int, ...]:
-        """Rollouts of each micro-batch."""
+        """Number of rollouts of each micro-batch."""
         return tuple(self._header.blocks)
 
     @property
     def micro_batches(self) -> tuple[MicroBatch, ...]:
-        """Micro-batches, one for each block, new ones at each call. Fill the holes first."""
-        # Not kept: they hold this, and a circle would keep the memory until the garbage collector comes.
+        """Micro-batches, one for each block, new at each call. Fill the holes first."""
+        # not cached: a reference cycle would keep the memory until the garbage collector runs
         return tuple(self.micro_batch(number) for number in range(len(self._layout.blocks)))
 
     @property
     def rollouts(self) -> Sequence[Rollout]:
-        """Rollouts of all micro-batches, made when asked for."""
+        """Rollouts of all micro-batches, made on access."""
         self._finish()
         return _LazyRollouts(self, range(len(self)))
 
@@ -133,13 +133,13 @@ class Decoded:
         return self._buffer
 
     def move(self, there: Tensor) -> None:
-        """The same bytes on a device: micro-batches are views of these from now on."""
+        """Take the same bytes from a device: micro-batches are views of these from now on."""
         self._buffer, self._views = there, {}
 
-    # what is not here
+    # payloads elsewhere
 
     def holes(self) -> list[Wanted]:
-        """Payloads to be fetched into ``places`` before :attr:`micro_batches` are used; without masked ones."""
+        """Payloads to be fetched into ``places`` before :attr:`micro_batches` are used, without masked ones."""
         header, layout, memory, found = self._header, self._layout, self._buffer.numpy().data, list[Wanted]()
         for index, number, key in map(structs.astuple, header.holes):
             if index not in self._masked:
@@ -148,8 +148,8 @@ class Decoded:
         return found
 
     def mask(self, rollout_ids: Collection[str]) -> None:
-        """Make these rollouts padding copies of zeros: nobody trains on them. Ids of other rollouts are fine.
-        Micro-batches made before do not know. O(rollouts + bytes masked)."""
+        """Make these rollouts padding copies of zeros, so that no rank trains on them. Unknown ids are fine. Earlier
+        micro-batches keep their weights. O(rollouts + bytes masked)."""
         if not rollout_ids:
             return
         gone, header = set(rollout_ids), self._header
@@ -157,22 +157,22 @@ class Decoded:
             if name in gone and index not in self._masked:
                 self._masked.add(index)
                 self._padding.add(index)
-                # the header is this object's own, read from bytes that nobody else has
+                # this object owns the header: it was read from private bytes
                 header.loss_tokens[index] = 0
                 its = self.fields_of(index)
-                # on the device, once it is there
+                # on the device, after move()
                 for tensor in (*its["tokens"].values(), *its["tensors"].values()):
                     tensor.zero_()
 
     # views
 
     def _finish(self) -> None:
-        """Once: what is here is all there will be."""
+        """Zero the loss masks of fetched padding copies, once, after the holes were filled."""
         if self._is_finished:
             return
         self._is_finished = True
         for index in {hole.rollout for hole in self._header.holes} & self._padding:
-            # A padding copy has the payload of its original, and no loss.
+            # a padding copy has the payload of its original, without loss
             columns = self.fields_of(index)["tokens"]
             if "loss_mask" in columns:
                 columns["loss_mask"].zero_()
@@ -181,7 +181,7 @@ class Decoded:
         count = prod(shape)
         if not count or self._elsewhere:
             return _without_bytes(tuple(shape), dtype, self._buffer.device)
-        # one view of each dtype is kept, and columns are slices of it
+        # one cached view of each dtype: columns are slices of it
         every = self._views.get(dtype)
         if every is None:
             every = self._views[dtype] = self._buffer.view(dtype)
@@ -190,7 +190,7 @@ class Decoded:
         return flat if len(shape) == 1 else flat.view(tuple(shape))
 
     def _columns(self, block: Block, first: int, stop: int) -> dict[str, Tensor]:
-        """Rows of all columns in this range."""
+        """Rows ``first`` to ``stop`` of all columns."""
         found, widths = {}, self._layout.widths
         for number, column in enumerate(self._header.columns):
             at = block.columns[number] + first * widths[number]
@@ -215,7 +215,7 @@ class Decoded:
         """Views of one micro-batch's columns. O(columns + rollouts)."""
         header, first, stop = self._header, block.first, block.stop
         scalars = header.scalars[first:stop]
-        # Scalars that only some rollouts have make no column.
+        # a scalar that only some rollouts have makes no column
         names = [name for name in scalars[0] if all(name in row for row in scalars)] if scalars else []
         # a padding copy has its original's tokens, and must not count
         weights = [0.0 if index in self._padding else 1.0 for index in range(first, stop)]
@@ -228,14 +228,14 @@ class Decoded:
         )
 
     def rollout(self, index: int) -> Rollout:
-        """The rollout. O(columns)."""
+        """One rollout. O(columns)."""
         return Rollout.unchecked(**self.fields_of(index))
 
     def fields_of(self, index: int) -> dict[str, Any]:
         """All fields of a rollout."""
         fields, block = PER_ROLLOUT | {"tensors": {}}, self._layout.block_of(index)
         for name, its in zip(_FIELDS, self._lists, strict=True):
-            # lists that say nothing are empty
+            # an empty list means the default for all rollouts
             if its:
                 fields[name] = its[index]
         fields["tokens"] = self._columns(block, *block.rows_of(index))
@@ -247,7 +247,7 @@ class Decoded:
 
 
 class _LazyRollouts(Sequence[Rollout]):
-    """Rollouts, made when asked for. About 10 us each; each is made once."""
+    """Rollouts, made on access in about 10 us each, once."""
 
     def __init__(self, decoded: Decoded, places: range) -> None:
         self._decoded, self._places = decoded, places
@@ -279,11 +279,11 @@ class _LazyRollouts(Sequence[Rollout]):
 def decode_rollouts(
     header: msgspec.Raw | bytes, memory: Memory | None, leases_of: Callable[[Owner], Leases] | None = None
 ) -> list[Rollout]:
-    """Rollouts that were put. ``leases_of``: of an owner, if payloads may be kept. Values were checked where the
-    rollouts were made; here it is types, ranges and sizes. Raises WireError for anything that
-    :func:`~stream_balancer.wire.encode.encode_rollouts` would not have made."""
+    """Rollouts of a put. ``leases_of``: leases of an owner, if payloads may be kept. Checks types, ranges and sizes;
+    the maker of the rollouts checked values. Raises WireError for a header that
+    :func:`~stream_balancer.wire.encode.encode_rollouts` cannot make."""
     read = read_header(header)
-    # A padding copy is no mistake of the wire: the balancer says that only it makes those.
+    # a padding copy passes here: the balancer refuses it
     if len(read.blocks) != 1 or read.execution_sizes:
         raise WireError("a put holds rollouts, and nothing that only a step has")
     if read.holes:
@@ -308,5 +308,5 @@ def _kept_rollouts(header: Header, memory: Memory | None, leases_of: Callable[[O
 
 @lru_cache(4096)
 def _without_bytes(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    # kept: without a byte behind them, all rollouts of one length can have the same
+    # cached: without bytes, all rollouts of one length can share a tensor
     return torch.empty(shape, dtype=dtype, device=device)

@@ -1,6 +1,5 @@
-"""Rows about ranks, attempts and producers. The next ``serve`` continues from them; with a journal, so does the next
-controller.
-"""
+"""Rows about ranks, attempts and producers. The next ``serve`` continues from them; with a journal, also the next
+controller."""
 
 from __future__ import annotations
 
@@ -11,13 +10,13 @@ from stream_balancer.wire.codec import Leases, Owner
 
 
 class Handed:
-    """Rows of one balancer in memory, and the payloads that it needs of their owners. A journal also writes them."""
+    """Rows of one balancer in memory, and the payloads that its owners keep for it. A journal also writes them."""
 
     def __init__(self) -> None:
         self.rows: dict[str, Fact] = {}
         """The newest row of each key."""
         self.leases = defaultdict[Owner, Leases](Leases)
-        """Payloads that owners keep, by owner; those included that a journal names and that have not come back."""
+        """Kept payloads by owner, also of owners that a journal names and that have not come back."""
 
     def put(self, *facts: Fact) -> None:
         """Write these facts in one transaction, in place of the rows with their keys."""
@@ -26,8 +25,8 @@ class Handed:
         """Return once every earlier row is on the disk."""
 
     def note(self, fact: Fact, *others: Fact) -> bool:
-        """The fact holds from now on. ``others`` are written with it, in one transaction. -> True if it is news."""
-        # a feed that joins again after each broken link must not cost a transaction each time
+        """Set the fact, and write it with ``others`` in one transaction. -> True if it is news."""
+        # without this, a feed would cost a transaction for each broken link
         if self.rows.get(fact.key) == fact:
             return False
         self.rows[fact.key] = fact
@@ -40,7 +39,7 @@ class Handed:
         return found if isinstance(found, Attempt) else None
 
     def forget(self, step: int) -> None:
-        """A step is acknowledged: the journal drops its row with the acknowledgement itself."""
+        """Drop an acknowledged step: the journal drops its row with the acknowledgement itself."""
         self.rows.pop(f"attempt {step}", None)
 
     @property
@@ -50,10 +49,10 @@ class Handed:
 
     @property
     def peers(self) -> list[PeerFact]:
-        """Every rank that has joined at some time."""
+        """Every rank that has ever joined."""
         return [one for one in self.rows.values() if isinstance(one, PeerFact)]
 
     def end(self) -> None:
-        """Ranks of the next ``serve`` are new: a rank that was given up or told of the end may join again."""
+        """Reset incarnations for the next ``serve``: a rank that was given up or told of the end may join again."""
         for one in self.peers:
             self.note(PeerFact(one.rank, -1, one.seats))
