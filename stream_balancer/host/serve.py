@@ -250,12 +250,13 @@ class Server(Host):
 
     def _leave(self) -> None:
         """Disconnect ranks: before the end as a loss, so that they join the next ``serve``. Producers stay."""
-        for peer in [peer for member in self._ranks.connected for peer in member.peers.values()]:
-            if self._is_over:
-                # End arrives before this close
-                peer.close("all is done")
-            else:
-                peer.abort()
+        for member in self._ranks.connected:
+            for peer in member.peers.values():
+                if self._is_over or member.rank.is_ended:
+                    # End arrives before this close
+                    peer.close("all is done")
+                else:
+                    peer.abort()
         self._handed.end()
 
     def _wake(self) -> None:
