@@ -252,7 +252,7 @@ class Server(Host):
         """Disconnect ranks: before the end as a loss, so that they join the next ``serve``. Producers stay."""
         for member in self._ranks.connected:
             for peer in member.peers.values():
-                if self._is_over or member.rank.is_ended:
+                if self._is_over or member.is_finished:
                     # End arrives before this close
                     peer.close("all is done")
                 else:
