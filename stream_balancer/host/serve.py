@@ -253,7 +253,8 @@ class Server(Host):
         for member in self._ranks.connected:
             for peer in member.peers.values():
                 if self._is_over or member.is_finished:
-                    # End arrives before this close
+                    # End arrives before this close, also if the transport closes at once
+                    peer.ending = True
                     peer.close("all is done")
                 else:
                     peer.abort()

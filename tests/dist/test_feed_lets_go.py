@@ -21,6 +21,7 @@ from scripted import Filled
 import stream_balancer as sb
 from stream_balancer.errors import RankLostError
 from stream_balancer.net.movers import available
+from stream_balancer.testing import make_rollout
 
 Left = list[weakref.ref[object]]
 Stop = Callable[[], None]
@@ -154,3 +155,30 @@ def test_descriptors_and_threads_go_at_once(how: str, movers: list[str]) -> None
             assert held
         finally:
             gc.enable()
+
+
+def follow(pipe: Connection) -> None:
+    """Iterate a feed of each address to its end."""
+    while address := pipe.recv():
+        with sb.RankFeed(address, rank=1, dp_size=2, movers=[]) as feed:
+            try:
+                pipe.send([step.step for step in feed])
+            except RankLostError as error:
+                pipe.send(str(error))
+
+
+def test_a_rank_ends_though_the_process_that_hosts_its_controller_leaves_at_once() -> None:
+    """That process has a rank of its own, and goes on as soon as this rank has its end."""
+    with Child(follow) as child:
+        for turn in range(25):
+            with sb.blocking(sb.BalancerConfig(dp_size=2, batch_size=2, window=2)) as balancer:
+                transport = sb.TorchTransport.listen(dp_size=2)
+                balancer.serve(transport)
+                child.pipe.send(transport.address)
+                feed = sb.RankFeed(transport.address, rank=0, dp_size=2)
+                for number in range(2):
+                    balancer.put(make_rollout(3, f"{turn}-{number}"))
+                balancer.end()
+                assert [step.step for step in feed] == [0]
+            assert child.hear() == [0]
+        child.pipe.send("")

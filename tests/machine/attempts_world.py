@@ -447,7 +447,7 @@ class World:
             c["entered"][process.proc] = process
             others = list(c["entered"].values())
             assert len({q.held.weights.next_step for q in others}) == 1 or self.silent, "weights of the meeting differ"
-            content = {tuple(s for s, _ in q.history) if self.partial_numbers else tuple(q.history) for q in others}
+            content = {self.content(q) for q in others}
             assert len(content) == 1 or self.silent, "histories of the meeting differ"
             if set(c["entered"]) == need:
                 c["full"] = True
@@ -515,14 +515,18 @@ class World:
         if not live:
             live = [p for p in self.processes.values() if p.alive and not self.is_fenced(p)]
             live = [p for p in live if p.held.weights.next_step == max(q.held.weights.next_step for q in live)]
-        if not live or len({tuple(p.history) for p in live}) > 1 or self.doomed:
+        if not live or len({self.content(p) for p in live}) > 1 or self.doomed:
             return
         weights = max(p.held.weights for p in live)
         self.ckpt = (list(live[0].history), weights)
         if not self.auto_ack:
             for p in self.processes.values():
-                if p.alive and p.history == self.ckpt[0]:
+                if p.alive and self.content(p) == self.content(live[0]):
                     p.saved = p.held.weights.next_step - 1
+
+    def content(self, process):
+        """Steps in the weights. A bare number agrees with every attempt: the steps hold the same rollouts."""
+        return tuple(step if self.partial_numbers else (step, attempt) for step, attempt in process.history)
 
     def ack(self, process):
         process.held.ack(process.held.weights.next_step - 1 if self.auto_ack else process.saved)
