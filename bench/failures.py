@@ -14,6 +14,7 @@ import random
 import signal
 import statistics
 import time
+from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
 from multiprocessing.connection import Connection
@@ -50,7 +51,7 @@ def train(address: str, rank: int, incarnation: int, shared_memory: bool, wire: 
     join = {"rank": rank, "dp_size": 2, "incarnation": incarnation, "next_step": next_step}
     feed = sb.RankFeed(address, depth=DEPTH, movers=movers(shared_memory), **join)
     kept = []
-    for batch in feed:
+    for batch in steps_of(feed):
         now = time.monotonic(), batch.step
         if rank == 0:
             kept.append(now)  # nobody reads the pipe before the end
@@ -60,6 +61,18 @@ def train(address: str, rank: int, incarnation: int, shared_memory: bool, wire: 
     for now in kept:
         wire.send(now)
     wire.send(None)
+
+
+def steps_of(feed: sb.RankFeed) -> Iterator[Any]:
+    """Steps of a feed. A kill between the report of a step and its record leaves the next process one step behind."""
+    while True:
+        try:
+            yield from feed
+            return
+        except RankLostError as error:
+            if error.step is None or error.cause != "other ranks have trained without it":
+                raise
+            feed.load_state_dict({"next_step": error.step + 1})
 
 
 class RankProcess:
