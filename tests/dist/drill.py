@@ -14,7 +14,6 @@ import functools
 import heapq
 import itertools
 import logging
-import math
 import os
 import random
 import re
@@ -38,6 +37,7 @@ from guard import GUARD_S
 from processes import Child
 
 import stream_balancer as sb
+from stream_balancer.client.step import End
 from stream_balancer.host.checkpoint import read_state_dict
 from stream_balancer.net import connection
 
@@ -194,7 +194,7 @@ class Trainer:
     ) -> None:
         self._pipe = pipe
         state, weights = loaded
-        join = {} if state is None else {"next_step": state}
+        join: dict[str, Any] = {} if state is None else {"next_step": state}
         self._state, self._weights = state or NEW[0], np.array(weights)
         self._feed = sb.RankFeed(address, rank=rank, dp_size=RANKS, **join, **options)
 
@@ -245,7 +245,7 @@ def told(pipe: Any, work: Callable[[], object]) -> None:
     """An error of a process is told to its parent."""
     try:
         work()
-    except BaseException:  # noqa: BLE001 - the parent raises it
+    except BaseException:
         pipe.send(("error", traceback.format_exc()))
         raise
     pipe.send(("done",))
@@ -285,7 +285,7 @@ class Life:
 class Meeting:
     """A collective of some ranks."""
 
-    end: sb.client.step.End
+    end: End
     base: State
     parts: dict[int, tuple[Life, list[int], Vector]] = field(default_factory=dict)
     answered: set[int] = field(default_factory=set)
@@ -399,7 +399,9 @@ class Drill:
         until = self.timers[0][0] - time.monotonic() if self.timers else 1.0
         ready = {life.child.pipe: life for life in self.lives.values() if life.is_alive}
         for pipe in wait([*ready], max(0.0, min(until, 1.0))):
-            self._hear(ready[pipe])  # type: ignore[index]
+            life = ready[pipe]  # type: ignore[index]
+            if pipe.poll():  # an earlier one may have had all of them heard
+                self._hear(life)
         while self.timers and self.timers[0][0] <= time.monotonic():
             heapq.heappop(self.timers)[2]()
 
@@ -533,12 +535,12 @@ class Drill:
                 life.answer(None)
 
     def _complete(self, key: tuple[int, int], meeting: Meeting) -> None:
-        del self.meetings[key]
         end, members = meeting.end, [*meeting.parts.items()]
         ids = [one for _, (_, its, _) in members for one in its]
         assert len(ids) == len(set(ids)) == end.rollouts, f"{key}: {end}, {sorted(ids)}"
         assert sum(loss_tokens(one) for one in ids) == end.loss_tokens, f"{key}: {end}, {sorted(ids)}"
         total = np.sum([part for _, (*_, part) in members], axis=0).tolist()
+        self.meetings = {other: one for other, one in self.meetings.items() if other[0] >= key[0] and other != key}
         self.gradients[key] = Gradient(meeting.base, ids, end.loss_tokens)
         self.moved = time.monotonic()
         # a collective may fail on some only, above all if one of them dies in it
@@ -568,7 +570,7 @@ class Drill:
     def _behind(self, life: Life, step: int, text: str) -> None:
         # whoever is named has saved before it said that it was through
         for other in [one for one in self.lives.values() if one is not life and one.is_alive and one.rank is not None]:
-            while other.child.pipe.poll():
+            while other.is_alive and other.child.pipe.poll():
                 self._hear(other)
         named = re.search(r"Load the weights of rank (\d+)", text)
         assert named is not None, text
