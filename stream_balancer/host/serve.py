@@ -489,13 +489,14 @@ class Server(Host):
         """All ranks went back to a checkpoint from before steps that were acknowledged."""
         if isinstance(order, steps.Work) and self._ledger.steps[order.step].is_lossy:
             first = self._ledger.ranks[order.to.rank].seats[order.to.seat].weights.next_step
-            # the rollouts of a void step were logged one by one
-            if first > self._lost_from and not self._void.issuperset(range(first, order.step)):
+            # the rank may hold later steps, and the rollouts of a void step were logged one by one
+            lost = [one for one in range(first, order.step) if one not in self._ledger.steps and one not in self._void]
+            if lost and first > self._lost_from:
                 self._lost_from = first
                 logger.warning(
                     "no weights contain steps %d to %d, which were acknowledged: their rollouts are lost. All ranks go "
                     "on with step %d. Acknowledge a step when its checkpoint is saved: RankFeed(auto_ack=False)",
-                    first, order.step - 1, order.step,
+                    lost[0], lost[-1], order.step,
                 )  # fmt: skip
 
     def _peer(self, process: Process) -> Peer | None:

@@ -757,6 +757,9 @@ class Drill:
         assert all(one == finals[0] for one in finals), f"ranks end with other weights: {finals}"
         lineage = self._lineage(finals[0][0])[::-1]
         self._check_rollouts([one for gradient in lineage for one in gradient.ids])
+        assert "no weights contain" not in (self.folder / "controller.log").read_text(), (
+            "a checkpoint is said to be lost"
+        )
         weights = np.array(NEW[1])
         states = [*[one.base for one in lineage[1:]], finals[0][0]]
         for state, made in zip(states, lineage, strict=True):
