@@ -126,3 +126,27 @@ async def test_each_mini_batch_divides_by_what_is_left_of_it() -> None:
         tokens = sum(rollout.num_tokens for rollout in rollouts)
         assert {denominators(part) for part in parts} == {(len(rollouts), tokens, tokens - len(rollouts))}
         assert {part.global_num_executions for part in parts} == {len(rollouts)}
+
+
+async def test_a_step_of_which_all_is_gone_is_left_out_and_is_no_lost_checkpoint(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run, rollouts = two_ranks(window=4), list(make_rollouts([10, 20, 30, 40, 50, 60, 70, 80]))
+    run.kept.gone = {0, 1, 2, 3}
+
+    async def put_later() -> None:
+        # the first step is over by then
+        await anyio.sleep(1.0)
+        await run.put(rollouts[4:], remote=True)
+        run.balancer.end()
+
+    with caplog.at_level(logging.WARNING, "stream_balancer.dispatch"):
+        async with run.balancer, anyio.create_task_group() as tasks:
+            await run.put(rollouts[:4], remote=True)
+            for rank in run.ranks:
+                tasks.start_soon(run.train, rank)
+            tasks.start_soon(run.serve)
+            tasks.start_soon(put_later)
+    assert {batch.step for batch in run.seen} == {1}
+    assert sorted(run.evicted) == [(f"r{number}", "lost") for number in range(4)]
+    assert [text for text in caplog.messages if "gone with their producer" not in text] == []
