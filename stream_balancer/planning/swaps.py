@@ -51,12 +51,13 @@ def swap_rollouts(costs: Floats, ranks: Layout, fixed: Bools, may_come: Bools, c
     prices = costs[pool]
     tokens, most = cap
     held = np.bincount(bin_of, weights=tokens[chosen])
-    first = np.searchsorted(rank, np.arange(len(ranks) + 1))
+    loose = np.flatnonzero(~fixed[chosen])
+    slots = np.split(loose, np.searchsorted(rank[loose], np.arange(1, len(ranks))))
 
     def fit(one: int, top: float) -> None:
         """Make the swap that brings this rank nearest to the top from below."""
         nonlocal pool, prices
-        mine = first[one] + np.flatnonzero(~fixed[chosen[first[one] : first[one + 1]]])
+        mine = slots[one]
         if not mine.size or not pool.size:
             return
         without = load[one] - costs[chosen[mine]]
@@ -65,7 +66,7 @@ def swap_rollouts(costs: Floats, ranks: Layout, fixed: Bools, may_come: Bools, c
         here = bin_of[mine]
         fits = (place >= 0) & ((held[here] - tokens[chosen[mine]])[:, None] + tokens[come] <= most)
         after = np.where(fits, without[:, None] + costs[come], -1.0)
-        i, j = divmod(int(after.argmax()), after.shape[1])
+        i, j = divmod(int(after.argmax()), _LOOKED_AT)
         # A rank above the top comes down, whatever load it reaches.
         if after[i, j] > (load[one] if load[one] <= top else -1.0):
             held[here[i]] += tokens[come[i, j]] - tokens[chosen[mine[i]]]
