@@ -232,7 +232,7 @@ class Trainer:
             self._ask("planned again", step.step)
             return
         after = self._feed.state_dict()
-        self._ask("finished", step.step, end.ranks)
+        self._ask("finished", step.step, after["attempt"])
         total = self._ask("meet", after, end, self._state, ids, total.tolist())
         if total is None:
             step.failed()
@@ -340,6 +340,8 @@ class Drill:
         """By content."""
         self.meetings: dict[tuple[int, int], Meeting] = {}
         self.gradients: dict[tuple[int, int], Gradient] = {}
+        self.entered: dict[tuple[int, tuple[int, int]], Life] = {}
+        """By rank, step and attempt: the process that was told to meet."""
         self.ended: dict[int, tuple[State, Vector]] = {}
         self.timers: list[tuple[float, int, Callable[[], None]]] = []
         self.numbers = itertools.count()
@@ -433,7 +435,8 @@ class Drill:
                 self.counts["planned again"] += 1
                 self.note(f"{life.name}: step {step} is planned again")
                 life.answer("go")
-            case ("finished", _, _):
+            case ("finished", step, attempt):
+                self.entered.setdefault((life.rank or 0, (step, attempt)), life)
                 self._at(life, POINTS[1])
             case ("meet", after, end, base, ids, part):
                 self._meet(life, after, end, base, ids, part)
@@ -506,6 +509,9 @@ class Drill:
         is_gap = base["next_step"] < step and self.hand_over == "direct"
         assert base["next_step"] == step or is_gap, f"{life.name} trains step {step} on weights of {base}"
         key = step, attempt
+        # one that died may have met: another process of its rank must not meet under the same number
+        first = self.entered.setdefault((life.rank, key), life)
+        assert first is life, f"two processes of {life.name} meet as {key}"
         is_held = self._strikes(life, POINTS[2])
         if is_held and self.chance.random() < 0.5:
             return  # it dies before it has given its part
@@ -525,8 +531,11 @@ class Drill:
             self._complete(key, meeting)
 
     def _fail(self, meeting: Meeting) -> None:
-        """Those that are there see an error, and those that come later."""
+        """Those that are there see an error, now or when a collective would, and those that come later."""
         meeting.is_failed = True
+        self.later(self.chance.choice([0.0, 0.0, self.chance.uniform(0.0, 0.3)]), partial(self._tell_failure, meeting))
+
+    def _tell_failure(self, meeting: Meeting) -> None:
         for rank, (life, *_) in meeting.parts.items():
             if life.is_alive and not life.is_held and rank not in meeting.answered:
                 meeting.answered.add(rank)
