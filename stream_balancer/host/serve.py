@@ -184,8 +184,6 @@ class Server(Host):
         """Steps that are in the weights of all their ranks."""
         self._slow: tuple[int, int] | None = None  # rank and first step of the straggler that was logged
         self._lost_from = -1  # first of the lost steps that were logged
-        self._void: set[int] = set()
-        """Released steps without any payload: no weights contain them."""
         self._is_over = False
         plans = self._plans()
         self._term = first_attempt(max((row.attempt for row in plans), default=0) + 1)
@@ -488,8 +486,8 @@ class Server(Host):
         """Warn once if all ranks went back to a checkpoint that is older than acknowledged steps."""
         if isinstance(order, steps.Work) and self._ledger.steps[order.step].is_lossy:
             first = self._ledger.ranks[order.to.rank].seats[order.to.seat].weights.next_step
-            # the rank may hold later steps, and the rollouts of a void step were logged one by one
-            lost = [one for one in range(first, order.step) if one not in self._ledger.steps and one not in self._void]
+            # the rank may hold later steps
+            lost = [one for one in range(first, order.step) if one not in self._ledger.steps]
             if lost and first > self._lost_from:
                 self._lost_from = first
                 logger.warning(
@@ -522,8 +520,6 @@ class Server(Host):
         lost = [] if found is None else [found.ranks.index(rank) for rank in order.lost_ranks]
         gone = {one.rollout_id for place in lost for one in batch.ranks[place].rollouts}
         self._core.mark_missing(step, gone | order.gone)
-        if order.gone.issuperset(one.rollout_id for one in batch.rollouts if not one.is_padding):
-            self._void.add(step)
         with suppress(ValueError):
             self._balancer.acknowledge(step)
         self._handed.forget(step)

@@ -125,6 +125,8 @@ def _release(state: State, step: Step) -> None:
         if state.is_here(process) and not state.contains(process, step):
             state.drop(process, step.number, step.attempt)
     del state.steps[step.number]
+    if is_void:
+        state.void.add(step.number)
     is_own = state.meets is Meets.OWN
     given_up = [number for number in sorted(step.parts) if is_own and state.ranks[number].is_given_up]
     lost = tuple(number for number in given_up if state.ranks[number].saved < step.number)
@@ -206,7 +208,7 @@ def _may_train(state: State, process: Process, step: Step) -> bool:
     own = {
         one.number for one in state.steps.values() if process.rank in one.parts and one.at(process) is not Phase.DROPPED
     }
-    lacking = next((number for number in range(first, step.number) if number not in own), None)
+    lacking = min(set(range(first, step.number)) - own - state.void, default=None)
     if lacking is None:
         return True
     if lacking > first:

@@ -234,6 +234,7 @@ class State:
     ranks: defaultdict[int, Rank] = field(default_factory=lambda: defaultdict(Rank))
     wanted: set[int] = field(default_factory=set)
     attempts: int = 0  # Newest attempt of this controller.
+    void: set[int] = field(default_factory=set)  # Released steps without a rollout: no weights contain them.
     out: list[Order] = field(default_factory=list)
 
     def members(self) -> list[int]:

@@ -710,6 +710,7 @@ class Small:
             ledger.next_step,
             self.log_next,
             ledger.is_ended,
+            tuple(sorted(ledger._state.void)),
         )
 
     def is_open(self, meeting: Meeting) -> bool:
@@ -727,13 +728,12 @@ class Small:
     @classmethod
     def of(cls, form: tuple[Any, ...]) -> Small:
         """The world of a normal form."""
-        steps, ranks, peers, slots, saved, meetings, lost, wanted, released, went_back, user, next_step, log, ended = (
-            form
-        )
+        steps, ranks, peers, slots, saved, meetings, lost, wanted, released, went_back, *rest = form
+        user, next_step, log, ended, void = rest
         world = cls.__new__(cls)
         world.ledger = ledger = Ledger(lay_out, meets=cls.meets, first_attempt=NEW_ATTEMPT, next_step=next_step)
         state: State = ledger._state
-        state.wanted, ledger.is_ended = set(wanted), ended
+        state.wanted, state.void, ledger.is_ended = set(wanted), set(void), ended
         world.plans = {}
         for number, remote, attempt, parts, planned_gone, gone, phases, is_lossy, is_spent, was_committed in steps:
             step = ledger.steps[number] = Step(

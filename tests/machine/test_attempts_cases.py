@@ -136,6 +136,19 @@ def test_a_second_seat_may_join_with_new_weights_after_the_first_has_loaded_othe
     assert ledger.joined(Process(2, 1), 0, 6, Claim(is_start=True), num_seats=2) is None
 
 
+def test_a_void_step_is_in_no_weights_and_nobody_lacks_it() -> None:
+    ledger = started(Meets.OWN)
+    ledger.planned("ab", remote=True)
+    ledger.orders()
+    ledger.missing(A, 0, 0, ledger.steps[0].attempt, "ab")
+    assert told(ledger.orders(), Release) == [(Release, None, 0)]
+    number, attempt = step_of(ledger)
+    ledger.finished(A, 0, number, attempt)
+    ledger.lost(B, 1)
+    assert ledger.joined(B, 1, 5, Claim(is_start=True)) is None
+    assert told(ledger.orders(), Behind, Work) == [(Work, 1, 1)]
+
+
 def test_a_planned_step_takes_room_before_it_is_sent() -> None:
     ledger = Ledger(lay_out)
     ledger.wanted = {0}
