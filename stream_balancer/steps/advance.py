@@ -121,9 +121,6 @@ def _is_released(state: State, step: Step) -> bool:
 
 def _release(state: State, step: Step) -> None:
     is_void = step.gone.issuperset(step.rollouts) and not any(state.contains(one, step) for one, _ in state.living())
-    for process in state.processes(step):
-        if state.is_here(process) and not state.contains(process, step):
-            state.drop(process, step.number, step.attempt)
     del state.steps[step.number]
     if is_void:
         state.void.add(step.number)
@@ -131,7 +128,11 @@ def _release(state: State, step: Step) -> None:
     given_up = [number for number in sorted(step.parts) if is_own and state.ranks[number].is_given_up]
     lost = tuple(number for number in given_up if state.ranks[number].saved < step.number)
     gone = step.gone if is_own or is_void else step.planned_gone
+    # First the row: an old controller, which can delete none, must not tell its processes to drop the step.
     state.out.append(Release(step.number, step.attempt, gone, lost))
+    for process in state.processes(step):
+        if state.is_here(process) and not state.contains(process, step):
+            state.drop(process, step.number, step.attempt)
 
 
 def _is_stale(state: State, step: Step) -> bool:

@@ -596,7 +596,7 @@ def test_the_user_acknowledges_and_holders_get_a_void_drop() -> None:
     number, attempt = step_of(ledger, ready=[A])
     ledger.acknowledged_by_user([number])
     orders = [order for order in ledger.orders() if isinstance(order, Drop | Release)]
-    assert orders == [Drop(A, 0, attempt, False), Drop(B, 0, attempt, False), Release(0, attempt, frozenset(), ())]
+    assert orders == [Release(0, attempt, frozenset(), ()), Drop(A, 0, attempt, False), Drop(B, 0, attempt, False)]
 
 
 def test_a_void_drop_keeps_other_steps_and_a_lacking_drop_keeps_none() -> None:
