@@ -212,7 +212,7 @@ def _may_train(state: State, process: Process, step: Step) -> bool:
     lacking = min(set(range(first, step.number)) - own - state.void, default=None)
     if lacking is None:
         return True
-    if lacking > first:
+    if own.intersection(range(first, lacking)):
         # The process trains its older steps first.
         return False
     if any(seat.link is not None and seat.weights.next_step > lacking for _, seat in state.living()):

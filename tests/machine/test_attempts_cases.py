@@ -147,6 +147,14 @@ def test_a_void_step_is_in_no_weights_and_nobody_lacks_it() -> None:
     ledger.lost(B, 1)
     assert ledger.joined(B, 1, 5, Claim(is_start=True)) is None
     assert told(ledger.orders(), Behind, Work) == [(Work, 1, 1)]
+    # Step 1 is in the weights of rank 0 alone, and step 2 is for both: rank 1 lacks step 1, not step 0.
+    ledger.gave_up(1)
+    ledger.acked(A, 0, 1)
+    ledger.orders()
+    assert ledger.joined(B, 2, 6, Claim(is_start=True)) is None
+    step_of(ledger)
+    assert not ledger.orders()
+    assert ledger.ranks[1].seats[0].warned == 1
 
 
 def test_a_planned_step_takes_room_before_it_is_sent() -> None:
@@ -195,7 +203,7 @@ def test_missing_payload_makes_a_new_attempt_and_none_left_is_void() -> None:
     orders = ledger.orders()
     assert told(orders, WritePlan, Work) == [(WritePlan, None, 0), (Work, 0, 0), (Work, 1, 0)]
     ledger.missing(A, 0, number, ledger.steps[number].attempt, "bcd")
-    assert told(ledger.orders(), Release, Drop) == [(Drop, 0, 0), (Drop, 1, 0), (Release, None, 0)]
+    assert told(ledger.orders(), Release, Drop) == [(Release, None, 0), (Drop, 0, 0), (Drop, 1, 0)]
 
 
 def test_weights_that_lack_a_step_of_others_are_told() -> None:
