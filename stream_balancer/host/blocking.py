@@ -128,7 +128,7 @@ class _LoopThread(Here):
         resource raised."""
         # no deadline: whoever leaves must know that the journal and all sockets are closed
         self._leaving.set()
-        # Each call wakes the loop by itself: an interrupt may have cut the first call off between the flag and the wake.
+        # Each call wakes the loop by itself: an interrupt may have cut off an earlier call before the wake.
         self._in_loop(lambda: self._tasks.cancel_scope.cancel())
         self._ended.wait_in_thread(None)
         is_main = threading.current_thread() is threading.main_thread()
