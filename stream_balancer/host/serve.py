@@ -355,7 +355,8 @@ class Server(Host):
             self._producers.on_gone(peer, end)
 
     def on_report(self, peer: Peer, report: Report) -> None:
-        """Raises WireError or RefusedError for an impossible report: the connection ends."""
+        """Raises WireError for an impossible report. Weights that do not fit refuse the rank. Both end the
+        connection."""
         arrival: Arrival = peer.data
         process, link, ledger = arrival.process, arrival.link, self._ledger
         member = self._ranks[process.rank]
@@ -408,6 +409,8 @@ class Server(Host):
         step = self._ledger.steps.get(report.step)
         if times is None or step is None or process.seat or step.attempt != report.attempt:
             return
+        if process.rank not in step.parts:
+            raise WireError(f"rank {process.rank} reports times of step {step.number}, in which it has no part")
         timing = StepTiming(
             report.step,
             [*step.parts].index(process.rank),
@@ -416,7 +419,10 @@ class Server(Host):
             waited_s=times.waited_s,
             ready_s=self._ready_s.get(report.step, {}).get(process.rank, 0.0),
         )
-        self._core.record_step(timing, anyio.current_time())
+        try:
+            self._core.record_step(timing, anyio.current_time())
+        except ValueError as error:
+            raise WireError(f"rank {process.rank}, step {step.number}: {error}") from None
 
     def _note_trained(self) -> None:
         for number in self._ledger.steps:

@@ -89,7 +89,7 @@ class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     unknown)."""
     acked: Annotated[int, msgspec.Meta(ge=-1)] = -1
     """Saved weights contain all steps up to this one."""
-    holds: dict[int, tuple[Count, Annotated[int, msgspec.Meta(ge=0, le=5)]]] = {}
+    holds: Annotated[dict[Count, tuple[Count, Annotated[int, msgspec.Meta(ge=0, le=5)]]], _MANY] = {}
     """Attempt and phase of each step that the process holds; see :class:`stream_balancer.steps.state.Phase`."""
     is_start: bool = True
     """The process joins for the first time."""

@@ -68,11 +68,6 @@ class Ledger:
         members = self.members()
         return bool(members) and not self.is_ended and all(self.has_room(number) for number in members)
 
-    def is_done(self) -> bool:
-        """Every step is released, and every connected rank was told End."""
-        here = {process.rank for process, seat in self._state.living() if seat.link is not None}
-        return self.is_ended and not self.steps and all(self.ranks[number].is_ended for number in here)
-
     def waits_for(self, number: int) -> set[int]:
         """Ranks that must act before the step goes on. Absent ranks come alone: connected ranks may wait for them.
 
@@ -242,6 +237,8 @@ class Ledger:
         """The weights contain the step. Return the reason of a refusal, or None."""
         if (seat := self._state.linked(process, link)) is None:
             return None
+        if number >= self.next_step:
+            return f"the weights contain step {number}, and the next step here is {self.next_step}: load older weights"
         if not self._is_current(number, attempt):
             return (
                 f"the weights contain an attempt of step {number} that a newer plan replaced: restart from a checkpoint"

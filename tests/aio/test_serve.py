@@ -109,9 +109,11 @@ ABOUT = {"rank": 0, "dp_size": 1, "incarnation": 0, "depth": 2}
 @pytest.mark.parametrize(
     ("about", "report", "says"),
     [
-        *((about, None, "") for about in [None, {}, {**ABOUT, "more": 1}, {**ABOUT, "has": {0: [1]}}]),
+        *((about, None, "") for about in [None, {}, {**ABOUT, "more": 1}, {**ABOUT, "holds": {0: [1]}}]),
         *(({**ABOUT, **wrong}, None, "") for wrong in [{"rank": 7}, {"depth": 0}]),
         (ABOUT, Report("invented", 0), "which nobody knows"),
+        (ABOUT, Report("finished", 10**9), "step 1000000000, and the next step here is"),
+        (ABOUT, Report("loaded", 10**9), "the next step here is"),
         (ABOUT, Report("missing", 0, about=msgspec.Raw(b"\xc1")), "cannot be read"),
         (ABOUT, Report("finished", 0, about=msgspec.Raw(msgspec.msgpack.encode("soon"))), "cannot be read"),
     ],
@@ -135,6 +137,30 @@ async def test_who_talks_nonsense_is_told_and_no_other_rank_minds(about: Any, re
         [end] = ends
         assert says in str(end)
         assert isinstance(end, sb.errors.RefusedError) or report is not None
+        crew = Crew(network)
+        tasks.start_soon(partial(crew.train, 0, incarnation=1))
+        balancer.end()
+    crew.check(balancer, 4)
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -1.0])
+async def test_a_rank_that_reports_seconds_that_cannot_be_is_told_and_serve_goes_on(seconds: float) -> None:
+    async with serving(sb.StreamBalancer(knobs(1)), rejoin_timeout_s=math.inf) as (balancer, network, tasks):
+        ends: list[Exception] = []
+
+        def on_message(message: Any, _: object) -> None:
+            times = msgspec.Raw(msgspec.msgpack.encode((seconds, None, None)))
+            session.send(Report("finished", message.step, message.attempt, times))
+
+        session = Session(
+            network.dialer(), "rank", about=ABOUT, on_end=ends.append, admit=lambda *_: None, on_message=on_message
+        )
+        session.begin()
+        await put(balancer, 4)
+        await settle()
+        await settle()
+        [end] = ends
+        assert "seconds of a rank must be >= 0 and finite" in str(end)
         crew = Crew(network)
         tasks.start_soon(partial(crew.train, 0, incarnation=1))
         balancer.end()

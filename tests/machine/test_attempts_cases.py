@@ -706,18 +706,20 @@ def test_no_end_while_an_absent_process_has_newer_weights(meets: Meets) -> None:
     assert not told(orders, End)
 
 
-def test_done_when_every_step_is_released_and_every_connected_rank_was_told() -> None:
+def test_a_rank_that_joins_after_the_end_is_told() -> None:
     ledger, _ = ended(Meets.BARRIER)
     ledger.orders()
-    assert not ledger.is_done()
     ledger.acked(A, 0, 0)
     ledger.acked(B, 1, 0)
     ledger.orders()
-    assert ledger.is_done()
     ledger.joined(C, 0, 7, Claim(Weights(1), is_start=True))
-    assert not ledger.is_done()
     assert told(ledger.orders(), End) == [(End, 2, None)]
-    assert ledger.is_done()
+
+
+def test_a_step_that_was_never_planned_is_in_no_weights() -> None:
+    ledger = started()
+    assert "the next step here is 0" in (ledger.finished(A, 0, 10**9, 1) or "")
+    assert ledger.ranks[0].seats[0].weights == Weights()
 
 
 # Questions, and ranks that were given up.
