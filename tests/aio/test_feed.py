@@ -201,29 +201,3 @@ async def test_who_has_left_or_is_not_to_does_not_come_again(how: str) -> None:
             peer.cut()
         await anyio.sleep(100)
         assert peer.joined == 1
-
-
-async def test_a_controller_that_leaves_with_its_own_rank_lets_the_others_end() -> None:
-    """A rank's process may host the controller, which goes as soon as that rank has its end."""
-    network, got = MemoryNetwork(dp_size=2), list[int]()
-
-    async def train(feed: sb.RankFeed, *, slow: bool) -> None:
-        async for step in feed:
-            got.append(step.step)
-            await anyio.sleep(1.0)
-        if not slow:
-            serving.cancel()
-
-    async with sb.StreamBalancer(config(batch_size=2, window=2)) as balancer, anyio.create_task_group() as tasks:
-        serving = anyio.CancelScope()
-
-        async def serve() -> None:
-            with serving:
-                await sb.serve(balancer, network)
-
-        tasks.start_soon(serve)
-        await fill(balancer, [3, 4])
-        balancer.end()
-        for rank in range(2):
-            tasks.start_soon(partial(train, sb.RankFeed(network.connect(rank)), slow=rank == 1))
-    assert got == [0, 0]
