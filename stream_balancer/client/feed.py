@@ -423,8 +423,13 @@ def _seat(
 
 
 def _weights(state: int | Mapping[str, int]) -> Weights:
-    """Content of weights, from a number or from :meth:`RankFeed.state_dict`."""
-    weights = Weights(state) if isinstance(state, int) else Weights(state["next_step"], state.get("attempt", 0))
-    if min(weights) < 0:
-        raise ValueError(f"next_step must be >= 0, not {state}")
-    return weights
+    """Content of weights, from a number or from :meth:`RankFeed.state_dict`. Raises ValueError for anything else."""
+    found: tuple[Any, ...] = (
+        (state.get("next_step"), state.get("attempt", 0)) if isinstance(state, Mapping) else (state, 0)
+    )
+    if any(type(one) is not int or one < 0 for one in found):
+        raise ValueError(
+            f"the weights are described by a feed's state_dict(), or by the number of the first step that they lack "
+            f"(an int >= 0; 0 for new weights), not by {state!r}"
+        )
+    return Weights(*found)

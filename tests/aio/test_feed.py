@@ -64,6 +64,17 @@ async def test_what_the_weights_contain_is_not_trained_on_again(how: str, auto_a
         await drain(feed)
 
 
+@pytest.mark.parametrize(
+    "state", [None, -1, 1.5, True, "4", {}, {"next_step": "3"}, {"next_step": 3, "attempt": -1}, {"feed": {}}], ids=str
+)
+def test_weights_that_are_no_number_and_no_state_are_refused(state: Any) -> None:
+    peer = MemoryNetwork(dp_size=1).connect(0)
+    with pytest.raises(ValueError, match=r"the weights are described by a feed's state_dict\(\)"):
+        sb.RankFeed(peer, next_step=state)
+    with pytest.raises(ValueError, match="or by the number of the first step that they lack"):
+        sb.RankFeed(peer).load_state_dict(state)
+
+
 async def test_without_auto_ack_it_leaves_with_the_last_acknowledgement() -> None:
     async with Filled(2, 1) as filled, anyio.create_task_group() as tasks:
         network = MemoryNetwork(dp_size=1)
